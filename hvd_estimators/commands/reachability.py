@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from hvd_estimators.launch.rendezvous.channel import Listener
 
 _ATTEMPT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -27,26 +28,15 @@ def listening(addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
     Yields the ``endpoints``, pairs of an address and a port, and the ``nonce`` of the answers.
     """
     nonce = secrets.token_hex(_NONCE_BYTES)
-
-    def answer(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = server.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(_ATTEMPT_SECONDS)
-                    connection.sendall(nonce.encode())
-
+    listeners = []
     with contextlib.ExitStack() as stack:
-        endpoints = []
         for address in addresses:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
             with contextlib.suppress(OSError):
-                server = socket.create_server((address, 0), family=family)
-                stack.callback(server.close)
-                stack.callback(server.shutdown, socket.SHUT_RDWR)
-                endpoints.append((address, int(server.getsockname()[1])))
-                threading.Thread(target=answer, args=(server,), daemon=True).start()
-        yield {"endpoints": endpoints, "nonce": nonce}
+                listener = Listener(
+                    address, lambda connection, _: connection.sendall(nonce.encode())
+                )
+                listeners.append(stack.enter_context(listener.listen()))
+        yield {"endpoints": [(each.address, each.port) for each in listeners], "nonce": nonce}
 
 
 def reached_addresses(
