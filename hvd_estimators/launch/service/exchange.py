@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, MessageError, reading_message
+from hvd_estimators.launch.rendezvous.client import PeerLostError
+from hvd_estimators.launch.rendezvous.server import Failure
 from hvd_estimators.launch.service.events import EventSender, RankStage
 from hvd_estimators.launch.stage import Stage
 
@@ -56,12 +58,13 @@ def exchange(
     ------
     UnreachableError
         If the driver's answer is not one of this version's.
-    ConnectionError
-        If the connection to the driver is lost.
+    PeerLostError
+        If the connection to the driver is lost. The task is the lost one, since it has no rank yet.
     """
     text = json.dumps(message)
     if driver is not None and driver.is_connected:
-        request = {"kind": EXCHANGE, "task": context.partitionId(), "host": socket.gethostname()}
+        task, host = context.partitionId(), socket.gethostname()
+        request = {"kind": EXCHANGE, "task": task, "host": host}
         try:
             reply, body = driver.ask(request, text.encode(), timeouts.EXCHANGE_WAIT)
             with reading_message("The driver"):
@@ -71,10 +74,8 @@ def exchange(
             raise UnreachableError(str(error)) from error
         except OSError as error:
             # No fallback: the others may have received the answer.
-            raise ConnectionError(
-                f"{socket.gethostname()} has lost the connection to the driver, over which tasks "
-                f"exchange their addresses ({error})"
-            ) from error
+            why = "has lost the connection to the driver, over which tasks exchange their addresses"
+            raise PeerLostError(Failure(task, host, f"{why} ({error})", lost=True)) from error
     return [json.loads(each) for each in context.allGather(text)]
 
 

@@ -128,10 +128,8 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     except (DependencyError, GpuError, UnreachableError) as error:
         kind = type(error).__name__
         outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
-    except ConnectionError as error:
-        lost = (task, host)
-        if isinstance(error, PeerLostError):
-            lost = error.failure.rank, error.failure.host
+    except PeerLostError as error:
+        lost = error.failure.rank, error.failure.host
         why = f"Not started because {error}."
         outcome = RankOutcome(task, host, None, "lost", why, "", time.time(), lost)
     document = pickle.dumps(vars(_within(outcome, job.max_bytes)))

@@ -16,6 +16,7 @@ import pytest
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import new_secret
+from hvd_estimators.launch.rendezvous.client import PeerLostError
 from hvd_estimators.launch.service import exchange as module
 from hvd_estimators.launch.service.events import EventSender, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
@@ -190,7 +191,7 @@ def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
     def work(number: int, *given: Any) -> Any:
         try:
             return once(number, *given)
-        except ConnectionError as error:
+        except PeerLostError as error:
             return str(error)
 
     tasks = Tasks(3)

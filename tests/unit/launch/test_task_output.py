@@ -1,0 +1,58 @@
+"""Output of a rank in its task: what goes to the executor's log and to the driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage, receive_events
+from hvd_estimators.launch.service.server import DriverService
+from hvd_estimators.launch.stage import Stage
+from hvd_estimators.launch.task import output
+from hvd_estimators.launch.task.job import Job
+from hvd_estimators.launch.task.output import TaskOutput
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def job(**settings: Any) -> Job:
+    given: dict[str, Any] = {"one_machine": False, "driver_env": {}, "env": {}, "verbose": 1}
+    return Job(driver_path=(), executable=None, **{**given, **settings})
+
+
+def test_an_executors_log_has_the_first_lines_and_the_number_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_LOG_CHARS", 100)
+    with TaskOutput(3, job(), EventSender("")) as rank:
+        for number in range(50):
+            rank.on_lines([f"line {number:02}\n"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        *(f"[3] line {number:02}" for number in range(8)),
+        "[3] [... 42 lines left out ...]",
+    ]
+
+
+def test_lines_and_the_last_stage_share_a_connection() -> None:
+    received: list[Any] = []
+    stage = RankStage(3, 1, "host", Stage.FUNCTION)
+    with DriverService("127.0.0.1") as service, receive_events(service, received.append):
+        driver = EventSender(service.address)
+        with TaskOutput(3, job(streams=("",), one_machine=True), driver) as rank:
+            rank.report(stage)
+            rank.on_lines(["one\n", "two\n"])
+        driver.close()
+    assert sorted(received, key=str) == [RankOutput(3, "one\n"), RankOutput(3, "two\n"), stage]
+
+
+def test_without_lines_the_connection_ends_with_the_last_stage() -> None:
+    received: list[Any] = []
+    stage = RankStage(3, 1, "host", Stage.FUNCTION)
+    with DriverService("127.0.0.1") as service, receive_events(service, received.append):
+        driver = EventSender(service.address)
+        with TaskOutput(3, job(), driver) as rank:
+            rank.report(stage)
+        assert not driver.is_connected
+    assert received == [stage]
