@@ -30,7 +30,7 @@ EXPLANATIONS = {
         "modules that the function needs"
     ),
 }
-"""What the ranks in a stage wait for."""
+"""Explanation of each stage in messages: the cause of the wait."""
 
 STARTED_BY_SPARK = (
     "Spark has started the task, but its Python has not started, is still checking its machine, or "
