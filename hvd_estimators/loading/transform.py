@@ -190,7 +190,8 @@ class Transformed:
         first = self._rows
         self._rows += num_rows(part)
         if self._first is None:
-            self._first = take(part, slice(0, 0))
+            # Copies, because views would keep the memory of the first rows.
+            self._first = {name: array[:0].copy() for name, array in part.items()}
             return
         where = f"rows {first} to {self._rows - 1} that were read, {_described(given, 0)}"
         if part.keys() != self._first.keys():

@@ -2,21 +2,28 @@
 
 The rank sends rows to the workers in turn, and takes the results in the same order. A worker is
 connected by a pipe, so no port is open. It ends with the pipe, also if the rank is killed.
-Processes of ``concurrent.futures`` would survive, because each holds both ends of a queue.
+Processes of ``concurrent.futures`` would survive, because each holds both ends of a queue. On
+Linux, results come through shared memory without a file, so the rank does not copy them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import multiprocessing
+import os
 import pickle
+import queue
 import random
 import signal
 import sys
+import threading
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,16 +32,26 @@ import numpy as np
 
 from hvd_estimators._util.system import signal_of
 from hvd_estimators._util.unpickle_imports import first_imports, loads
-from hvd_estimators.data.arrays import Columns, num_rows, take
+from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ReaderError
 from hvd_estimators.loading.transform import FIRST_ROWS, Transformation, Transformed
 
 Piece = tuple[Columns, list[int]]
 """Columns, and the seed of the random numbers that transform them."""
 
-
-_PIECE_BYTES = 4 * 2**20
+_PIECE_BYTES = 2 * 2**20
 """Approximate size of the results that a worker sends at a time."""
+
+_IN_FLIGHT = 2
+"""Number of pieces that a worker has; it transforms one while the next one waits."""
+
+_SLOTS = _IN_FLIGHT + 2
+"""Results of a worker in shared memory: in flight, in use, and used until the next one comes."""
+
+_SLOT_BYTES = 4 * _PIECE_BYTES
+"""Maximum size of a result in shared memory; only memory that was written to exists."""
+
+_ALIGNMENT = 64
 
 
 class TransformPool:
@@ -60,15 +77,7 @@ class TransformPool:
         context.set_forkserver_preload([__name__])
         sent = cloudpickle.dumps((*first_imports(), transformation))
         self.is_closed = False
-        self._workers: list[tuple[Any, Connection]] = []
-        for _ in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_work, args=(there, sent), name="hvd_estimators transformation", daemon=True
-            )
-            process.start()
-            there.close()
-            self._workers.append((process, here))
+        self._workers = [_Worker(context, sent) for _ in range(workers)]
 
     def transform(
         self, parts: Iterator[Columns], transformed: Transformed, seed: list[int], first_row: int
@@ -103,36 +112,37 @@ class TransformPool:
         (measured,) = self._map(iter([(few, [*seed, first_row])]))
         size = sum(array.nbytes for array in measured.values()) / max(num_rows(measured), 1)
         step = max(int(_PIECE_BYTES / max(size, 1)), 1)
-        sent: deque[Columns] = deque()
+        del measured  # It takes a slot.
+        given: deque[Columns] = deque()
 
         def pieces() -> Iterator[Piece]:
             position = first_row
             for part in itertools.chain([first], parts):
                 for start in range(0, num_rows(part), step):
-                    sent.append(take(part, slice(start, start + step)))
-                    yield sent[-1], [*seed, position]
-                    position += num_rows(sent[-1])
+                    given.append(take(part, slice(start, start + step)))
+                    yield given[-1], [*seed, position]
+                    position += num_rows(given[-1])
 
         for result in self._map(pieces()):
-            transformed.check(result, sent.popleft())
+            transformed.check(result, given.popleft())
             yield result
 
     def _map(self, pieces: Iterator[Piece]) -> Generator[Columns, None, None]:
         """Yield the transformed pieces, in order."""
-        busy: deque[tuple[Any, Connection]] = deque()
+        busy: deque[_Worker] = deque()
 
-        def has_sent(worker: tuple[Any, Connection]) -> bool:
+        def has_sent(worker: _Worker) -> bool:
             piece = next(pieces, None)
             if piece is not None:
-                _send(worker, piece)
+                worker.send(piece)
                 busy.append(worker)
             return piece is not None
 
         try:
-            all(map(has_sent, self._workers))
+            all(map(has_sent, self._workers * _IN_FLIGHT))
             while busy:
                 worker = busy.popleft()
-                result = _receive(worker)
+                result = worker.receive()
                 if isinstance(result, BaseException):
                     raise result
                 # The worker gets the next piece before the consumer uses this result.
@@ -141,65 +151,118 @@ class TransformPool:
         finally:
             with contextlib.suppress(ReaderError):
                 for worker in busy:  # Results that nothing takes.
-                    _receive(worker)
+                    worker.receive()
 
     def close(self) -> None:
         """End the processes."""
         self.is_closed = True
-        for _, connection in self._workers:
-            connection.close()
-        for process, _ in self._workers:
-            process.terminate()
-            process.join()
+        for worker in self._workers:
+            worker.close()
 
 
-def _send(worker: tuple[Any, Connection], value: Any) -> None:
-    try:
-        _write(worker[1], value)
-    except OSError:
-        raise _ended(worker[0]) from None
+class _Worker:
+    """A process, and the rank's side of its pipe and memory."""
+
+    def __init__(self, context: Any, sent: bytes) -> None:
+        self._connection, there = context.Pipe()
+        self.process = context.Process(
+            target=_work, args=(there, sent), name="hvd_estimators transformation", daemon=True
+        )
+        self.process.start()
+        there.close()
+        self._memory: mmap.mmap | None = None
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("hvd_estimators transformation")
+            os.ftruncate(file, _SLOTS * _SLOT_BYTES)
+            self._memory = mmap.mmap(file, 0)
+            reduction.send_handle(self._connection, file, self.process.pid)
+            os.close(file)
+        self._users: list[Callable[[], Any]] = [lambda: None] * _SLOTS
+        """Return what uses each slot, or None."""
+        self._slots: deque[int | None] = deque()
+
+    def send(self, piece: Piece) -> None:
+        """Send a piece, with a free slot for its result."""
+        free = (slot for slot, user in enumerate(self._users) if user() is None)
+        slot = next(free, None) if self._memory else None
+        if slot is not None:
+            self._users[slot] = lambda: self
+        self._slots.append(slot)
+        try:
+            _write(self._connection, (piece, slot))
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self) -> Any:
+        """Return the next result; its arrays may be in a slot, which is free again without them."""
+        slot = self._slots.popleft()
+        memory = None
+        if slot is not None and self._memory is not None:
+            # The arrays of the result are views of this one and keep it alive.
+            memory = np.frombuffer(self._memory, np.uint8, _SLOT_BYTES, slot * _SLOT_BYTES)
+            self._users[slot] = weakref.ref(memory)
+        try:
+            return _read(self._connection, memory)
+        except (EOFError, OSError):
+            raise self._ended() from None
+
+    def close(self) -> None:
+        """End the process; results in its memory can still be used."""
+        self._connection.close()
+        self.process.terminate()
+        self.process.join()
+
+    def _ended(self) -> ReaderError:
+        self.process.join()
+        how = signal_of(self.process.exitcode) or f"exit code {self.process.exitcode}"
+        return ReaderError(
+            f"A worker process of the transformation ended ({how}). If it was killed, memory may "
+            "be short: set a smaller train_reader_num_workers or val_reader_num_workers. With "
+            "reader_pool_type='thread', the rank's own process transforms the rows."
+        )
 
 
-def _receive(worker: tuple[Any, Connection]) -> Any:
-    try:
-        return _read(worker[1])
-    except (EOFError, OSError):
-        raise _ended(worker[0]) from None
-
-
-def _ended(process: Any) -> ReaderError:
-    process.join()
-    how = signal_of(process.exitcode) or f"exit code {process.exitcode}"
-    return ReaderError(
-        f"A worker process of the transformation ended ({how}). If it was killed, memory may be "
-        "short: set a smaller train_reader_num_workers or val_reader_num_workers. With "
-        "reader_pool_type='thread', the rank's own process transforms the rows."
-    )
-
-
-def _write(connection: Connection, value: Any) -> None:
-    """Send an object; the memory of its arrays is not copied into a pickle first."""
+def _write(connection: Connection, value: Any, memory: Array | None = None) -> None:
+    """Send an object; its arrays are copied to the memory if they fit, and sent otherwise."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    connection.send_bytes(pickle.dumps((head, len(buffers))))
-    for buffer in buffers:
-        connection.send_bytes(buffer.raw())
+    arrays = [buffer.raw() for buffer in buffers]
+    ends = itertools.accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+    starts = [0, *ends]
+    shared = memory is not None and starts[-1] <= len(memory)
+    places = [slice(start, start + a.nbytes) for start, a in zip(starts, arrays, strict=False)]
+    if memory is not None and shared:
+        for array, place in zip(arrays, places, strict=True):
+            memory[place] = np.frombuffer(array, np.uint8)
+    connection.send_bytes(pickle.dumps((head, places, shared)))
+    for array in () if shared else arrays:
+        connection.send_bytes(array)
 
 
-def _read(connection: Connection) -> Any:
-    head, count = pickle.loads(connection.recv_bytes())
-    return pickle.loads(head, buffers=[connection.recv_bytes() for _ in range(count)])
+def _read(connection: Connection, memory: Array | None = None) -> Any:
+    """Return an object; its arrays may be views of the memory."""
+    head, places, shared = pickle.loads(connection.recv_bytes())
+    if memory is not None and shared:
+        return pickle.loads(head, buffers=[memory[place] for place in places])
+    return pickle.loads(head, buffers=[connection.recv_bytes() for _ in places])
 
 
 def _work(connection: Connection, sent: bytes) -> None:
     """Transform pieces until the rank closes the connection. Runs in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    slots: Array | None = None
+    try:
+        if hasattr(os, "memfd_create"):
+            memory = mmap.mmap(reduction.recv_handle(connection), 0)
+            slots = np.frombuffer(memory, np.uint8).reshape(_SLOTS, _SLOT_BYTES)
+    except (OSError, RuntimeError):  # The rank has ended.
+        return
+    pieces: queue.SimpleQueue[tuple[Piece, int | None] | None] = queue.SimpleQueue()
+    # Pieces are received while a large result is sent. Otherwise, both sides might wait to send.
+    threading.Thread(target=_receive_pieces, args=(connection, pieces), daemon=True).start()
     transformation: Any = None
-    while True:
-        try:
-            columns, seed = _read(connection)
-        except (EOFError, OSError):
-            return
+    while (received := pieces.get()) is not None:
+        (columns, seed), slot = received
         try:
             # Not before the first piece, so that the rank gets the error of loading.
             transformation = transformation or loads(sent)[-1]
@@ -208,9 +271,17 @@ def _work(connection: Connection, sent: bytes) -> None:
         except Exception as error:
             result = _portable(error)
         try:
-            _write(connection, result)
+            _write(connection, result, None if slots is None or slot is None else slots[slot])
         except (BrokenPipeError, ConnectionError):
             return
+
+
+def _receive_pieces(connection: Connection, pieces: queue.SimpleQueue[Any]) -> None:
+    """Receive pieces until the rank closes the connection, which a None tells."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pieces.put(_read(connection))
+    pieces.put(None)
 
 
 def _seed(seed: list[int]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from numbered_rows import Dataset, module, steps
 
 from hvd_estimators.exceptions import ReaderError
-from hvd_estimators.loading.transform import Transformation
+from hvd_estimators.loading.transform import Transformation, Transformed
 from hvd_estimators.loading.transform_pool import TransformPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -153,6 +153,55 @@ def test_arrays_of_several_forms_keep_their_values():
     assert {n: a.dtype for n, a in result.items()} == {n: a.dtype for n, a in columns.items()}
 
 
+def test_results_keep_their_values_while_later_ones_come():
+    pool = TransformPool(Transformation(batch_function=dict), 1)
+    users = pool._workers[0]._users
+    pieces = [({"x": np.full(1000, number)}, [number]) for number in range(2 * len(users))]
+
+    results = list(pool._map(iter(pieces)))
+
+    assert [set(result["x"].tolist()) for result in results] == [{i} for i in range(len(results))]
+    # As many are in shared memory as there is room for, and its room is free without them.
+    assert all(user() is not None for user in users) == hasattr(os, "memfd_create")
+    del results
+    assert not any(user() is not None for user in users)
+    pool.close()
+
+
+def test_there_is_shared_memory_for_all_results_of_a_reader(monkeypatch):
+    """A reader holds a part until it has the next one."""
+    monkeypatch.setattr("hvd_estimators.loading.transform_pool._PIECE_BYTES", 800)
+    transformation = Transformation(batch_function=dict)
+    pool = TransformPool(transformation, 1)
+    (worker,) = pool._workers
+    slots, send = [], worker.send
+    monkeypatch.setattr(
+        worker, "send", lambda piece: (send(piece), slots.append(worker._slots[-1]))
+    )
+    parts = pool.transform(iter([{"x": np.arange(2000)}]), Transformed(transformation), [0], 0)
+
+    part = next(parts)
+    for following in parts:
+        part = following
+
+    assert part["x"].tolist() == list(range(1900, 2000))
+    assert len(slots) == 1 + 20
+    assert (None in slots) == (not hasattr(os, "memfd_create"))
+    pool.close()
+
+
+def test_large_texts_in_both_directions_do_not_block():
+    """Texts go through the pipe, which holds a fraction of one."""
+    text = b"x" * 2**22
+    pieces = [({"x": np.array([b"%d" % i + text], dtype=object)}, [i]) for i in range(6)]
+    pool = TransformPool(Transformation(batch_function=dict, text=("x",)), 1)
+
+    results = list(pool._map(iter(pieces)))
+
+    assert [result["x"][0][:1] for result in results] == [b"%d" % i for i in range(6)]
+    pool.close()
+
+
 RANK = """
 import sys, time
 import numpy as np
@@ -169,7 +218,7 @@ if __name__ == "__main__":
     parts = iter([{"id": np.arange(10)}] * 10**6)
     for number, _ in enumerate(pool.transform(parts, Transformed(transformation), [0], 0)):
         if number == 2:
-            print(*(process.pid for process, _ in pool._workers), flush=True)
+            print(*(process.pid for process in (w.process for w in pool._workers)), flush=True)
 """
 
 
