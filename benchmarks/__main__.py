@@ -29,7 +29,7 @@ PARTS: Mapping[str, str] = {
     "transform": "--rows 4000 --images 64 --repeats 1",
     "columns": "--rows 200 --widths 10 100 --repeats 1",
     "stream": "--rows 800 --batches 8 --repeats 1",
-    "loader": "--rows 64000 --repeats 1",
+    "loader": "--rows 64000 --jpegs 200 --repeats 1",
     "loader-tensorflow": "--rows 64000 --repeats 1",
     "peers": "--rows 20000 --repeats 1",
     "shuffle": "--rows 80000 --images 512 --small",

@@ -23,6 +23,7 @@ from pyarrow import parquet
 
 from benchmarks.common import need_baseline
 from benchmarks.figures import Record, compared, parser, show_result, show_table
+from benchmarks.loader_images import LOADER, ONE, of_jpegs
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.loading.petastorm import PetastormDataModule
@@ -79,6 +80,7 @@ def main() -> None:
         action="store_true",
         help="measure tf.data beside torch, and nothing else (TensorFlow slows others down)",
     )
+    options_parser.add_argument("--jpegs", type=int, default=4000, help="rows of JPEGs; 0: none")
     options = options_parser.parse_args()
     need_baseline()
     torch.set_num_threads(1)
@@ -86,8 +88,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
         for data in write(Path(folder), options.rows):
             results[data.name] = measure(data, options.repeats, options.tensorflow)
+        records = records_of(results)
+        if options.jpegs and not options.tensorflow:
+            speeds = of_jpegs(Path(folder, "jpegs"), options.jpegs, options.repeats)
+            best = {name: max(each) for name, each in speeds.items()}
+            table = [(n, s, s / best[ONE], s / best[LOADER]) for n, s in best.items()]
+            header = ("contender", "rows/s", f"times {ONE}", f"of {LOADER}")
+            show_table(
+                f"images: {options.jpegs} JPEGs, decoded by transformation_fn", header, table
+            )
+            records += compared("images, batch 32", speeds, "rows/s", LOADER)
+            results["jpegs"] = speeds
     settings = {"rows": options.rows, "workers": WORKERS}
-    show_result("loader", settings, {"rows_per_second": results}, records_of(results))
+    show_result("loader", settings, {"rows_per_second": results}, records)
 
 
 def write(folder: Path, rows: int) -> Iterator[Data]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -24,6 +25,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
+from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 
@@ -97,6 +99,8 @@ class FetchedFile(io.RawIOBase):
         Approximate maximum of bytes in memory. At least `FETCHED_BYTES` of each chunk are held.
     pool : ThreadPoolExecutor
         Runs the requests.
+    cached : callable, optional
+        Returns a byte range from a cache; gets the range and `fetch`. Default: no cache.
 
     Attributes
     ----------
@@ -114,8 +118,10 @@ class FetchedFile(io.RawIOBase):
         size: int,
         most: int,
         pool: ThreadPoolExecutor,
+        cached: Callable[..., memoryview | bytes] | None = None,
     ) -> None:
         super().__init__()
+        self._cached = cached
         self._spans: list[_Span] = []
         self._store = store
         self._path = path
@@ -137,8 +143,12 @@ class FetchedFile(io.RawIOBase):
         for span in self._spans:
             span.fetch(0)
 
-    def fetch(self, start: int, stop: int) -> bytes:
-        """Fetch a byte range."""
+    def get(self, start: int, stop: int) -> memoryview | bytes:
+        """Return a byte range from the cache or the store."""
+        fetch = self._fetch
+        return fetch(start, stop) if self._cached is None else self._cached(start, stop, fetch)
+
+    def _fetch(self, start: int, stop: int) -> bytes:
         (data,) = self._store.read_ranges(self._path, [(start, stop)])
         if len(data) != stop - start:
             raise StoreError(
@@ -157,7 +167,7 @@ class FetchedFile(io.RawIOBase):
         span = self._spans[max(index, 0)] if self._spans else None
         if span is None or not span.start <= start < stop <= span.stop:
             # Some old files have chunks that are longer than their footers say.
-            return self.fetch(start, stop)
+            return self.get(start, stop)
         return span.read(start, stop)
 
     def read(self, size: int = -1) -> bytes:
@@ -193,16 +203,16 @@ class _Span:
     ) -> None:
         self.start, self.stop = span
         self.piece = max(piece, 1)
-        self._fetch = file.fetch
+        self._get = file.get
         self._pool = pool
-        self._pieces: dict[int, Future[bytes]] = {}
+        self._pieces: dict[int, Future[memoryview | bytes]] = {}
 
     def fetch(self, index: int) -> None:
         """Start to fetch a piece, if it exists and has not been requested."""
         start = self.start + index * self.piece
         if start < self.stop and index not in self._pieces:
             stop = min(start + self.piece, self.stop)
-            self._pieces[index] = self._pool.submit(self._fetch, start, stop)
+            self._pieces[index] = self._pool.submit(self._get, start, stop)
 
     def read(self, start: int, stop: int) -> memoryview | bytes:
         """Return bytes of this range, and release all earlier pieces."""
@@ -281,14 +291,21 @@ class RangeFiles:
         The columns to read.
     footers : FooterCache, optional
         Cache of known footers. Default: a new, private cache.
+    cache : RangeCache, optional
+        Local cache of fetched ranges. Default: none.
     """
 
     def __init__(
-        self, store: Store, specs: Sequence[ColumnSpec], footers: FooterCache | None = None
+        self,
+        store: Store,
+        specs: Sequence[ColumnSpec],
+        footers: FooterCache | None = None,
+        cache: RangeCache | None = None,
     ) -> None:
         self.specs = specs
         self.footers = footers or FooterCache(store)
         self._store = store
+        self._cache = cache
         self._names = stored_names(specs)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -421,13 +438,15 @@ class RangeFiles:
                 bytes_ahead += announced.file.max_bytes
 
     def _fetch(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
+        path, cache = read.row_range.file, self._cache
         return FetchedFile(
             self._store,
-            read.row_range.file,
+            path,
             self._chunks(read, footer),
             footer.end,
             _share(read),
             self._pool or self._running(),
+            None if cache is None else functools.partial(cache.get, path, footer.checksum),
         )
 
     def _chunks(self, read: RangeRead, footer: FileFooter) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from pyarrow import compute, parquet
 
 from hvd_estimators.data.footers import damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
-from hvd_estimators.data.remote_reads import RangeRead
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
 from hvd_estimators.exceptions import StoreError
 
 T = TypeVar("T")
@@ -126,6 +126,12 @@ class OnDemand(Generic[T]):
 
 PART_BYTES = 16 * 2**20
 """Target size in memory of the rows per read; a single row can be larger."""
+
+
+def read_tables(files: RangeFiles, read: RangeRead) -> Generator[tuple[pa.Table, bool], None, None]:
+    """Open the file of a range and yield its rows; see `range_tables`."""
+    with files.open(read) as file:
+        yield from range_tables(file, read, files.specs)
 
 
 def range_tables(

@@ -22,7 +22,8 @@ from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_column
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, RowRange
-from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
+from hvd_estimators.data.range_cache import RangeCache
+from hvd_estimators.data.remote_reads import RangeFiles
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool, Rows
@@ -36,7 +37,7 @@ from hvd_estimators.loading.interleave import (
     join_small_ranges,
     mixed,
     one_per_group,
-    range_tables,
+    read_tables,
 )
 from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step
 from hvd_estimators.loading.shuffle import (
@@ -248,6 +249,10 @@ class PlannedDataModule(ChunkedDataModule):
         Size of the shuffle buffer in bytes. Default: 128 MiB.
     store : Store, optional
         Opens the files. Default: a store created from ``train_dir`` and ``storage_options``.
+    local_cache_dir : str, optional
+        Local folder that caches what is read of a remote store. Default: no cache.
+    local_cache_size : int
+        Approximate maximum size of the cache, in bytes.
     **kwargs
         See `DataModule`.
 
@@ -272,6 +277,8 @@ class PlannedDataModule(ChunkedDataModule):
         transformation: Transformation | None = None,
         shuffle_buffer_size: int | None = None,
         store: Store | None = None,
+        local_cache_dir: str | None = None,
+        local_cache_size: int = 10 * 2**30,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -279,6 +286,9 @@ class PlannedDataModule(ChunkedDataModule):
             self.train_dir, storage_options=dict(self.storage_options or {})
         )
         self.footers = FooterCache(self.store)
+        self._range_cache = (
+            RangeCache(local_cache_dir, local_cache_size, self.store) if local_cache_dir else None
+        )
         self.columns = columns
         self.train_plan = train_plan
         self.val_plan = val_plan
@@ -334,6 +344,10 @@ class PlannedDataModule(ChunkedDataModule):
             rows are cached.
         """
 
+    def open_files(self) -> RangeFiles:
+        """Return a context manager that opens the files for `read`."""
+        return RangeFiles(self.store, self.columns, self.footers, self._range_cache)
+
     def train_chunks(self) -> Iterator[Chunk]:
         """Return the training batches in chunks, pass after pass, each in its own order."""
         start, total = self.skip_train_steps, self.total_train_steps
@@ -359,35 +373,50 @@ class PlannedDataModule(ChunkedDataModule):
         """
         sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
         first_pass, skip = divmod(start, len(sizes))
-        in_memory = self.shuffle and self.inmemory_cache_all
-        with contextlib.closing(
-            self._chunks_in_memory(sizes, first_pass)
-            if in_memory
-            else self._read_chunks(sizes, first_pass, stop_pass)
-        ) as chunks:
+        first_row = first_pass * self.train_plan.rows(self.cur_shard)
+        workers = self.train_reader_worker_count
+        if self.shuffle and self.inmemory_cache_all:
+            chunks = self._chunks_in_memory(sizes, first_pass, first_row)
+        else:
+            passes = self._train_passes(_numbers(first_pass, stop_pass))
+            rngs = (
+                self._rng(number, "rows") if self.shuffle else None
+                for number in _numbers(first_pass, stop_pass)
+            )
+            parts = self._read(passes, workers)
+            chunks = self._chunks(parts, workers, sizes, rngs, first_row)
+        with contextlib.closing(chunks):
             for chunk in chunks:
                 skipped = min(skip, len(chunk.sizes))
                 skip -= skipped
                 if skipped < len(chunk.sizes):
                     yield chunk.skip(skipped) if skipped else chunk
 
-    def _read_chunks(
-        self, sizes: BatchSizes, first_pass: int, stop_pass: int | None
+    def _chunks(
+        self,
+        parts: Generator[Columns, None, None],
+        workers: int,
+        sizes: BatchSizes,
+        rngs: Iterable[np.random.Generator | None],
+        first_row: int = 0,
     ) -> Generator[Chunk, None, None]:
-        """Return the training batches; read the files in each pass."""
-        numbers = _numbers(first_pass, stop_pass)
-        rngs = (self._rng(number, "rows") if self.shuffle else None for number in numbers)
-        passes = self._train_passes(_numbers(first_pass, stop_pass))
-        first_row = first_pass * self.train_plan.rows(self.cur_shard)
-        workers = self.train_reader_worker_count
-        with contextlib.closing(self._parts(passes, workers, first_row)) as parts:
-            yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+        """Transform rows, shuffle them and cut them into batches, pass after pass.
 
-    def _chunks_in_memory(self, sizes: BatchSizes, first_pass: int) -> Generator[Chunk, None, None]:
+        Closing it closes all stages, from the last to the first.
+        """
+        with (
+            contextlib.closing(parts),
+            contextlib.closing(self._transformed(parts, workers, first_row)) as rows,
+        ):
+            yield from stream_batches(rows, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+
+    def _chunks_in_memory(
+        self, sizes: BatchSizes, first_pass: int, first_row: int
+    ) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
         groups = one_per_group(self.train_plan.shards[self.cur_shard])
-        total = self.train_plan.rows(self.cur_shard)
-        with contextlib.closing(self.read(iter([groups]), self.train_reader_worker_count)) as parts:
+        total, workers = self.train_plan.rows(self.cur_shard), self.train_reader_worker_count
+        with contextlib.closing(self.read(iter([groups]), workers)) as parts:
             rows = read_into_memory(parts, total, self.memory)
         rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
         if self.transformation is None:
@@ -395,22 +424,16 @@ class PlannedDataModule(ChunkedDataModule):
             return
         # Transform the rows in each pass, because transformations may be random.
         some = BatchSizes([total], -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
-        parts_drawn = (
-            chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
-        )
-        transformed = self._transformed(
-            parts_drawn, self.train_reader_worker_count, first_pass * total
-        )
-        yield from stream_batches(transformed, sizes, itertools.repeat(None), self.memory)
+        drawn = (chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory))
+        yield from self._chunks(drawn, workers, sizes, itertools.repeat(None), first_row)
 
     def _val_chunks(self) -> Generator[Chunk, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
             return
-        ranges = self.val_plan.shards[self.cur_shard]
+        passes = iter([one_per_group(self.val_plan.shards[self.cur_shard])])
+        workers = self.val_reader_worker_count
         sizes = self._val_sizes(self.val_plan)
-        passes = iter([one_per_group(ranges)])
-        with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
-            yield from stream_batches(parts, sizes, memory=self.memory)
+        yield from self._chunks(self._read(passes, workers), workers, sizes, [None])
 
     def num_train_batches(self) -> int | None:
         """Return the number of training batches that are left of the run, or None if unknown."""
@@ -454,16 +477,6 @@ class PlannedDataModule(ChunkedDataModule):
             yield sizes[step % len(sizes)]
             step += 1
 
-    def _parts(
-        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int, first_row: int = 0
-    ) -> Generator[Columns, None, None]:
-        read = self._read_cached if self.inmemory_cache_all else self.read
-        with (
-            contextlib.closing(read(passes, workers)) as parts,
-            contextlib.closing(self._transformed(parts, workers, first_row)) as transformed,
-        ):
-            yield from transformed
-
     def _transformed(
         self, parts: Iterable[Columns], workers: int, first_row: int
     ) -> Generator[Columns, None, None]:
@@ -492,10 +505,13 @@ class PlannedDataModule(ChunkedDataModule):
                 with self._lock:
                     idle.append(pool)
 
-    def _read_cached(
+    def _read(
         self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
-        """Return the ranges in stored order; read each range once."""
+        """Read ranges; if rows are cached, each range once."""
+        if not self.inmemory_cache_all:
+            yield from self.read(passes, workers)
+            return
         for groups in passes:
             ranges = [read.row_range for group in groups for read in group]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
@@ -560,17 +576,13 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def tables(read: RangeRead) -> Iterator[tuple[pa.Table, bool]]:
-            with files.open(read) as file:
-                yield from range_tables(file, read, self.columns)
-
         def read(run: RangeRun) -> Generator[tuple[Columns, bool], None, None]:
             if len(run) == 1:
                 file = run[0].row_range.file
-                for table, ends_slice in tables(run[0]):
+                for table, ends_slice in read_tables(files, run[0]):
                     yield table_to_columns(table, self.columns, file), ends_slice
                 return
-            found = [table for read in run for table, _ in tables(read)]
+            found = [table for read in run for table, _ in read_tables(files, read)]
             # Files may have different types, such as large lists and lists.
             for _, alike in itertools.groupby(found, key=lambda table: table.schema):
                 yield table_to_columns(pa.concat_tables(alike), self.columns), False
@@ -585,7 +597,7 @@ class ArrowDataModule(PlannedDataModule):
             for of_pass in passes
             for group in (join_small_ranges(of_pass, row_bytes) if joins else map(_apart, of_pass))
         )
-        with RangeFiles(self.store, self.columns, self.footers) as files:
+        with self.open_files() as files:
             if self.reader_pool_type == "dummy":
                 yield from interleave(groups, read, 0)
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ from hvd_estimators.loading.readers import (
 from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
 
+logger = logging.getLogger(__name__)
+
 _PETASTORM = "hvd_estimators.loading.petastorm"
 
 
@@ -49,12 +52,10 @@ class ReaderOptions:
         Size of the shuffle buffer in bytes; None for the reader's default.
     inmemory_cache_all : bool
         Keep the rows in memory after the first pass.
-    cache_type : {"null", "local-disk"}
-        Type of Petastorm's disk cache. Petastorm only.
-    cache_location : str or None
-        Directory of the disk cache; None for the system's temporary directory.
-    cache_size_limit : int
-        Approximate maximum size of the disk cache in bytes.
+    local_cache_dir : str or None
+        Local folder that caches what is read of a remote store; None for no cache.
+    local_cache_size : int
+        Approximate maximum size of the cache in bytes.
     reader_pool_type : {"thread", "process", "dummy"}
         Type of the reader's worker pool.
     train_reader_worker_count, val_reader_worker_count : int
@@ -76,9 +77,8 @@ class ReaderOptions:
     shuffle: bool = True
     shuffle_buffer_size: int | None = None
     inmemory_cache_all: bool = False
-    cache_type: str = "null"
-    cache_location: str | None = None
-    cache_size_limit: int = 10 * 2**30
+    local_cache_dir: str | None = None
+    local_cache_size: int = 10 * 2**30
     reader_pool_type: str = "thread"
     train_reader_worker_count: int = 2
     val_reader_worker_count: int = 2
@@ -295,14 +295,15 @@ def choose_data_module(data_module: str | type[DataModule] | None) -> str | type
 
     None means Petastorm if the driver can import it, otherwise PyArrow.
     """
-    if data_module is not None:
-        return data_module
-    try:
-        importlib.import_module(_PETASTORM)
-    except ImportError:
-        # Importing an installed Petastorm can fail with current versions of PyArrow.
-        return "arrow"
-    return "petastorm"
+    if data_module is None:
+        data_module = "petastorm"
+        try:
+            importlib.import_module(_PETASTORM)
+        except ImportError:
+            # Importing an installed Petastorm can fail with current versions of PyArrow.
+            data_module = "arrow"
+    logger.info("data_module: %r reads the rows on all ranks", data_module)
+    return data_module
 
 
 def check_shards(

@@ -177,8 +177,8 @@ class _Worker:
             self._memory = mmap.mmap(file, 0)
             reduction.send_handle(self._connection, file, self.process.pid)
             os.close(file)
+        # Each function returns what uses a slot, or None.
         self._users: list[Callable[[], Any]] = [lambda: None] * _SLOTS
-        """Return what uses each slot, or None."""
         self._slots: deque[int | None] = deque()
 
     def send(self, piece: Piece) -> None:

@@ -323,18 +323,13 @@ class ReadingParams(DeclaredParams):
         convert=boolean,
         accessor="InMemoryCacheAll",
     )
-    cache_type = param(
-        "'local-disk' caches the files of a remote store on the rank's disk for later epochs, "
-        "and deletes them at the end. Only Petastorm supports it.",
-        default="null",
-        convert=one_of("null", "local-disk"),
-    )
-    cache_location = param(
-        "Directory of the disk cache, on every machine. Default: the directory of temporary files.",
+    local_cache_dir = param(
+        "Folder on each machine that caches what ranks read of a remote store, for later epochs "
+        "and fits. Default: no cache.",
         convert=string,
     )
-    cache_size_limit = param(
-        "Approximate size of each rank's disk cache, in bytes.",
+    local_cache_size = param(
+        "Approximate maximum size of a machine's cache in local_cache_dir, in bytes.",
         default=10 * 2**30,
         convert=integer(1),
     )
@@ -351,13 +346,7 @@ class ReadingParams(DeclaredParams):
 
     def _check_reading(self) -> None:
         """Check that the data module is usable and the shuffle buffer is large enough."""
-        module = self.getOrDefault("data_module")
-        check_data_module(module)
-        if self.getOrDefault("cache_type") != "null" and module != "petastorm":
-            raise ParamError(
-                f"cache_type: only Petastorm caches on disk, found data_module={module!r}. Set "
-                "data_module='petastorm', or leave cache_type out."
-            )
+        check_data_module(self.getOrDefault("data_module"))
         buffer_bytes = self._shuffle_buffer_bytes()
         if buffer_bytes < _LEAST_BUFFER_BYTES:
             raise ParamError(

@@ -52,9 +52,8 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     val_reader_num_workers: int | None
     reader_pool_type: Literal["thread", "process", "dummy"] | None
     inmemory_cache_all: bool | None
-    cache_type: Literal["null", "local-disk"] | None
-    cache_location: str | None
-    cache_size_limit: int | None
+    local_cache_dir: str | None
+    local_cache_size: int | None
     data_module: str | type[Any] | None
     num_proc: int | None
     max_restarts: int | None
@@ -111,24 +110,23 @@ class EstimatorSignatures(DeclaredParams, metaclass=ABCMeta):
     getShufflingBufferSize = getShuffleBufferSize = getShuffle = getter
     getTrainReaderNumWorker = getTrainReaderNumWorkers = getValReaderNumWorker = getter
     getValReaderNumWorkers = getReaderPoolType = getInMemoryCacheAll = getter
-    getCacheType = getCacheLocation = getCacheSizeLimit = getter
-    getDataModule = getNumProc = getMaxRestarts = getter
-    getPreemptionCheck = getMinNumProc = getBackend = getter
-    getResourceProfile = getGpusPerTask = getCpusPerTask = getter
-    getUseGpu = getMpStartMethod = getVerbose = getter
-    getModel = getModelArgs = getOptimizer = getter
-    getLearningRate = getScaleLearningRate = getLoss = getter
-    getLossWeights = getMetrics = getCallbacks = getter
-    getBufferReduction = getGradientCompression = getBatchSize = getter
-    getValBatchSize = getEpochs = getResumeStopped = getter
-    getTrainStepsPerEpoch = getValidationStepsPerEpoch = getBackwardPassesPerStep = getter
-    getTerminateOnNan = getRandomSeed = getDryRun = getter
-    getFeatureCols = getLabelCols = getSampleWeightCol = getter
-    getFeaturesCol = getLabelCol = getWeightCol = getter
-    getLabelShapes = getContinuousCols = getCategoricalCols = getter
-    getCheckpointEveryNSteps = getKeepCheckpoints = getCheckpointMonitor = getter
-    getCheckpointMode = getStore = getRunId = getter
-    getLogToMlflow = getter
+    getLocalCacheDir = getLocalCacheSize = getDataModule = getter
+    getNumProc = getMaxRestarts = getPreemptionCheck = getter
+    getMinNumProc = getBackend = getResourceProfile = getter
+    getGpusPerTask = getCpusPerTask = getUseGpu = getter
+    getMpStartMethod = getVerbose = getModel = getter
+    getModelArgs = getOptimizer = getLearningRate = getter
+    getScaleLearningRate = getLoss = getLossWeights = getter
+    getMetrics = getCallbacks = getBufferReduction = getter
+    getGradientCompression = getBatchSize = getValBatchSize = getter
+    getEpochs = getResumeStopped = getTrainStepsPerEpoch = getter
+    getValidationStepsPerEpoch = getBackwardPassesPerStep = getTerminateOnNan = getter
+    getRandomSeed = getDryRun = getFeatureCols = getter
+    getLabelCols = getSampleWeightCol = getFeaturesCol = getter
+    getLabelCol = getWeightCol = getLabelShapes = getter
+    getContinuousCols = getCategoricalCols = getCheckpointEveryNSteps = getter
+    getKeepCheckpoints = getCheckpointMonitor = getCheckpointMode = getter
+    getStore = getRunId = getLogToMlflow = getter
     setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
     setOutputsAre = setOutputs = setInferenceBatchSize = setter
     setInferencePrecision = setHandleInvalid = setValidation = setter
@@ -138,24 +136,23 @@ class EstimatorSignatures(DeclaredParams, metaclass=ABCMeta):
     setShufflingBufferSize = setShuffleBufferSize = setShuffle = setter
     setTrainReaderNumWorker = setTrainReaderNumWorkers = setValReaderNumWorker = setter
     setValReaderNumWorkers = setReaderPoolType = setInMemoryCacheAll = setter
-    setCacheType = setCacheLocation = setCacheSizeLimit = setter
-    setDataModule = setNumProc = setMaxRestarts = setter
-    setPreemptionCheck = setMinNumProc = setBackend = setter
-    setResourceProfile = setGpusPerTask = setCpusPerTask = setter
-    setUseGpu = setMpStartMethod = setVerbose = setter
-    setModel = setModelArgs = setOptimizer = setter
-    setLearningRate = setScaleLearningRate = setLoss = setter
-    setLossWeights = setMetrics = setCallbacks = setter
-    setBufferReduction = setGradientCompression = setBatchSize = setter
-    setValBatchSize = setEpochs = setResumeStopped = setter
-    setTrainStepsPerEpoch = setValidationStepsPerEpoch = setBackwardPassesPerStep = setter
-    setTerminateOnNan = setRandomSeed = setDryRun = setter
-    setFeatureCols = setLabelCols = setSampleWeightCol = setter
-    setFeaturesCol = setLabelCol = setWeightCol = setter
-    setLabelShapes = setContinuousCols = setCategoricalCols = setter
-    setCheckpointEveryNSteps = setKeepCheckpoints = setCheckpointMonitor = setter
-    setCheckpointMode = setStore = setRunId = setter
-    setLogToMlflow = setter
+    setLocalCacheDir = setLocalCacheSize = setDataModule = setter
+    setNumProc = setMaxRestarts = setPreemptionCheck = setter
+    setMinNumProc = setBackend = setResourceProfile = setter
+    setGpusPerTask = setCpusPerTask = setUseGpu = setter
+    setMpStartMethod = setVerbose = setModel = setter
+    setModelArgs = setOptimizer = setLearningRate = setter
+    setScaleLearningRate = setLoss = setLossWeights = setter
+    setMetrics = setCallbacks = setBufferReduction = setter
+    setGradientCompression = setBatchSize = setValBatchSize = setter
+    setEpochs = setResumeStopped = setTrainStepsPerEpoch = setter
+    setValidationStepsPerEpoch = setBackwardPassesPerStep = setTerminateOnNan = setter
+    setRandomSeed = setDryRun = setFeatureCols = setter
+    setLabelCols = setSampleWeightCol = setFeaturesCol = setter
+    setLabelCol = setWeightCol = setLabelShapes = setter
+    setContinuousCols = setCategoricalCols = setCheckpointEveryNSteps = setter
+    setKeepCheckpoints = setCheckpointMonitor = setCheckpointMode = setter
+    setStore = setRunId = setLogToMlflow = setter
 
 class HorovodModelKeywords(TypedDict, total=False):
     predictionCol: str | None

@@ -257,13 +257,13 @@ def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_siz
     monkeypatch.setattr(remote_reads, "WHOLE_BYTES", most)
     monkeypatch.setattr(remote_reads, "OPEN_BYTES", 2 * most)
     held = []
-    fetch = FetchedFile.fetch
+    fetch = FetchedFile.get
 
     def fetch_and_look(self, start, stop):
         held.append(sum(len(span._pieces) * span.piece for span in self._spans))
         return fetch(self, start, stop)
 
-    monkeypatch.setattr(FetchedFile, "fetch", fetch_and_look)
+    monkeypatch.setattr(FetchedFile, "get", fetch_and_look)
     with RangeFiles(store, specs) as files:
         read = RangeRead(RowRange(path, 0, 0, rows), group_size=group_size)
         with files.open(read) as file:

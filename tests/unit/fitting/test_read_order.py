@@ -61,7 +61,7 @@ def test_another_order_within_an_epoch_is_rejected(other: DataSpec, told: str) -
 
 def test_other_files_with_the_same_rows_keep_the_order() -> None:
     reading = as_json(reading_identity(data()))
-    for same in (data(), data("s3://b"), data(data_module="arrow"), data(cache_size_limit=3)):
+    for same in (data(), data("s3://b"), data(data_module="arrow"), data(local_cache_size=3)):
         interrupted(Position(2, 16), reading=reading).check_reading(same)
     # The user has deleted the record.
     interrupted(Position(2, 16)).check_reading(data(stop=6))

@@ -1,6 +1,5 @@
 """Row ranges in Petastorm's worker pools."""
 
-import itertools
 import threading
 import time
 from pathlib import Path
@@ -66,32 +65,6 @@ def opened(folder, rows, **options):
         train_batch_size=20,
         **options,
     )
-
-
-@pytest.mark.parametrize("limit", [2**30, 1])
-def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, limit):
-    """With a limit of 1 byte nothing fits, and rows must be read again."""
-    rows, cache = 60, tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setattr(interleave, "PART_BYTES", 80)
-    with opened(
-        tmp_path / "data",
-        rows,
-        cache_type="local-disk",
-        cache_location=str(cache),
-        cache_size_limit=limit,
-    ) as module:
-        runs = module.train_chunks()
-        first = [row for run in itertools.islice(runs, 1) for row in run.rows.columns()["x"]]
-        if limit > 1:
-            # From now on only the cache has the rows.
-            (tmp_path / "data" / "a.parquet").unlink()
-        passes = [[row for row in next(runs).rows.columns()["x"]] for _ in range(5)]
-        assert list(cache.iterdir()) != []
-
-    for found in [first, *passes]:
-        assert sorted(found) == list(range(rows))
-    assert list(cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy", "process"])

@@ -77,7 +77,8 @@ def test_the_ranks_module_is_created_from_the_data_spec(manifest, data_module):
     assert list(itertools.chain(*batches)) == list(range(26 + 12, 53))
 
 
-def test_the_driver_chooses_petastorm_if_it_can_import_it(monkeypatch):
+def test_the_driver_chooses_petastorm_if_it_can_import_it(monkeypatch, caplog):
+    caplog.set_level("INFO")
     try:
         import petastorm
     except ImportError:
@@ -86,6 +87,7 @@ def test_the_driver_chooses_petastorm_if_it_can_import_it(monkeypatch):
     assert choose_data_module(Constant) is Constant
     monkeypatch.setitem(sys.modules, "hvd_estimators.loading.petastorm", None)
     assert choose_data_module(None) == "arrow"
+    assert caplog.messages[-1] == "data_module: 'arrow' reads the rows on all ranks"
     with pytest.raises(DependencyError, match="cannot be imported"):
         check_data_module("petastorm")
 
@@ -93,7 +95,7 @@ def test_the_driver_chooses_petastorm_if_it_can_import_it(monkeypatch):
 def test_ranks_read_with_the_drivers_choice(manifest, monkeypatch):
     with open_data_module(data_spec(manifest, "arrow"), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == "arrow"
-    monkeypatch.setitem(sys.modules, "petastorm.cache", None)
+    monkeypatch.setitem(sys.modules, "petastorm.workers_pool", None)
     monkeypatch.delitem(sys.modules, "hvd_estimators.loading.petastorm", raising=False)
     message = rf"the driver chose 'petastorm'.*{socket.gethostname()} cannot import .*petastorm"
     with pytest.raises(DependencyError, match=message):

@@ -129,9 +129,6 @@ ALL = {
     "reader_pool_type": param(
         ParamError, "reader_pool_type", "expected one of 'thread'", reader_pool_type="threads"
     ),
-    "cache_type: not Petastorm": param(
-        ParamError, "cache_type", "Set data_module='petastorm'", cache_type="local-disk"
-    ),
     "data_module: unknown": param(
         ParamError, "data_module", "expected 'petastorm', 'arrow' or a class", data_module="csv"
     ),
