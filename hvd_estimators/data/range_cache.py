@@ -65,11 +65,7 @@ class RangeCache:
         fetch : callable
             Fetches the range from the store.
         """
-        if self._is_usable is None:
-            with self._lock, self._failures():
-                self._is_usable = True
-                self._make_folder()
-        if not self._is_usable:
+        if not self._can_use():
             return fetch(start, stop)
         if path not in self._modified:
             self._modified[path] = str(self._store.modified(path))
@@ -80,9 +76,16 @@ class RangeCache:
             return data
         fetched = fetch(start, stop)
         with self._lock, self._failures():
-            if self._is_usable and self._fits(len(fetched)):
+            if self._fits(len(fetched)):
                 self._write(entry, fetched)
         return fetched
+
+    def _can_use(self) -> bool:
+        with self._lock, self._failures():
+            if self._is_usable is None:
+                self._is_usable = True
+                self._make_folder()
+        return bool(self._is_usable)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
