@@ -423,8 +423,6 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         with CallTransfer(spec, self._state_reader) as handover:
             with handover.describing_saved_state(trained=False):
                 launch = Launch(run, handover, self._rank_function(), spec_for, spec)
-            if self.getOrDefault("run_id") is not None:  # a generated run ID is unique
-                run.confirm()
             if run.checkpoints:
                 handover.delete_others()
             started = time.monotonic()

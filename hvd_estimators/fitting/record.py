@@ -208,7 +208,8 @@ class RunRecord:
 
     ``metadata.json`` contains the state of the fit: running, then how it ended. ``history.json`` is
     updated when ranks report metrics, and completed at the end. After the start, a failed write of
-    either file only causes a warning, because it must not end the training.
+    either file only causes a warning, because it must not end the training. After another process
+    has taken over the run, neither file is written.
 
     Parameters
     ----------
@@ -254,6 +255,7 @@ class RunRecord:
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._store.saving_runs():
             self._feed.close(_CLOSE_SECONDS)
+            self._run.beat()
             if exc is not None and self._rows:
                 with self._warned():
                     # Does nothing unless the feed's last write failed.
@@ -316,6 +318,7 @@ class RunRecord:
         self._document = {**self._document, "stopped": len(history) if stopped else None}
         if self._store.saving_runs():
             self._feed.close(_CLOSE_SECONDS)
+            self._run.beat()
             with self._warned():
                 self._write_rows(metrics)
         # Events do not arrive for certain, and a logger may have failed.
@@ -337,7 +340,8 @@ class RunRecord:
             self._written = text
 
     def _write(self, name: str, text: str) -> None:
-        self._store.write_text(run_file(self._run.paths.run_path, name), text)
+        if not self._run.lost:
+            self._store.write_text(run_file(self._run.paths.run_path, name), text)
 
     @contextlib.contextmanager
     def _warned(self) -> Any:

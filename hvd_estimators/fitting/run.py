@@ -220,15 +220,15 @@ class Run:
                 f"{checkpoint_path(self.paths, newest)!r} backwards."
             )
 
-    def confirm(self) -> None:
-        """Confirm the run's lease, see `Lease.confirm`."""
-        if self._lease is not None:
-            self._lease.confirm()
-
     @property
     def lost(self) -> bool:
         """True after another process has taken over the run, see `Lease.lost`."""
         return self._lease is not None and self._lease.lost
+
+    def beat(self) -> None:
+        """Renew the lease if this run is held; find out whether it is `lost`."""
+        if self._lease is not None and self._lease.generation:
+            self._lease.beat()
 
     def fencing_token(self, launch: int) -> FencingToken | None:
         """Return the token that allows the ranks of a launch, counted from 0, to write.
@@ -239,8 +239,8 @@ class Run:
         if self._lease is None:
             return None
         if launch:
-            self._lease.note_launch(launch)
-        return FencingToken(self._lease.path, self._lease.token, launch)
+            self._lease.advance()
+        return FencingToken(self.paths.run_path, self._lease.generation, self._lease.token)
 
     @contextlib.contextmanager
     def without_orphans(self) -> Iterator[None]:

@@ -14,22 +14,21 @@ import re
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
 
-from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest, MatrixSpec
 from hvd_estimators.data.types import SPARK_DTYPES
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import as_store
 from hvd_estimators.store.leases import (
+    UNREADABLE,
     Heartbeat,
-    LeaseRecord,
     StoreClock,
     is_abandoned,
     read_lease_record,
@@ -233,16 +232,12 @@ class _OwnDataset:
 class _Registry:
     """The datasets that this process has written or uses.
 
-    No thread uses a store while it holds the lock. Otherwise a fit would wait for the retries of
-    another fit's store.
+    Several threads may use it. It needs no lock: each change is one operation of a dict or a list.
     """
 
     def __init__(self) -> None:
-        # A collected `SharedDatasets` may call `sweep` within any block of its thread.
-        self._lock = threading.RLock()
-        self._datasets: list[_OwnDataset] = []
-        self._own_indices: set[str] = set()
-        self._uses: dict[str, weakref.WeakSet[DatasetUse]] = {}
+        self._datasets: dict[str, _OwnDataset] = {}
+        self._uses: dict[str, list[weakref.ref[DatasetUse]]] = {}
 
     def create(self, use: DatasetUse, store: Store) -> _OwnDataset:
         """Return a new dataset, which the caller must write."""
@@ -250,27 +245,13 @@ class _Registry:
         self.sweep(store)
         _require_free_paths(store, index)
         dataset = _OwnDataset(store, index, Heartbeat(store, owner_path(store, index)))
-        with self._lock:
-            self._own_indices.add(index)
-            self._add_use(index, use)
-            self._datasets.append(dataset)
+        self.add_use(index, use)
+        self._datasets[index] = dataset
         return dataset
 
-    def pin(self, use: DatasetUse, store: Store, index: str) -> Heartbeat | None:
-        """Protect a dataset of any owner from deletion by this process.
-
-        Returns
-        -------
-        Heartbeat or None
-            The caller must start it, so that the dataset's owner does not delete the dataset
-            either. None if this process is the owner, or if the dataset does not exist.
-        """
-        with self._lock:
-            self._add_use(index, use)
-            is_own = index in self._own_indices
-        if is_own or not store.exists(manifest_path(store, index)):
-            return None
-        return Heartbeat(store, new_pin_path(store, index))
+    def add_use(self, index: str, use: DatasetUse) -> None:
+        """Protect a dataset of any owner from deletion by this process."""
+        self._uses.setdefault(index, []).append(weakref.ref(use))
 
     def sweep(self, store: Store | None = None) -> None:
         """Delete the datasets of this process that are no longer used.
@@ -281,25 +262,19 @@ class _Registry:
             Delete only datasets of this store. Default: in all stores.
         """
         beside = None if store is None else store.get_train_data_path()
-        with self._lock:
-            unused = [
-                each
-                for each in self._datasets
-                if not self._is_used(each.index)
-                and beside in (None, each.store.get_train_data_path())
-            ]
         # Two threads may delete a dataset at the same time.
-        for dataset in unused:
+        for dataset in list(self._datasets.values()):
+            is_beside = beside in (None, dataset.store.get_train_data_path())
+            if self._is_used(dataset.index) or not is_beside:
+                continue
             # In this order, an interruption leaves a dataset that is deleted later.
             dataset.heartbeat.stop(delete=False)
             if _delete(dataset.store, dataset.index) != "pinned":
-                with self._lock:
-                    if dataset in self._datasets:
-                        self._datasets.remove(dataset)
-                        self._uses.pop(dataset.index, None)
+                self._datasets.pop(dataset.index, None)
+                self._uses.pop(dataset.index, None)
 
     def clear(
-        self, datasets: Sequence[tuple[Store, str]], *, all_owners: bool, force: bool
+        self, store: Store, indices: Iterable[str], *, all_owners: bool, force: bool
     ) -> list[str]:
         """Delete datasets that are not in use, and return their indices.
 
@@ -307,28 +282,23 @@ class _Registry:
         ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
         """
         self.sweep()
-        deleted = []
-        for store, index in datasets:
-            clock = StoreClock(store)
-            if not (all_owners or index in self._own_indices or _is_orphan(store, index, clock)):
-                continue
-            if not force and _is_pinned(store, index, clock):
-                continue
-            with self._lock:
-                if self._is_used(index):
-                    continue
-            _delete_files(store, index)
-            deleted.append(index)
+        clock, deleted = StoreClock(store), []
+        for index in indices:
+            may_delete = all_owners or _is_orphan(store, index, clock)
+            is_used = self._is_used(index) or (not force and _is_pinned(store, index, clock))
+            if may_delete and not is_used:
+                _delete_files(store, index)
+                deleted.append(index)
         return deleted
 
     def store_of(self, index: str) -> Store | None:
-        """Return the store of one of this application's datasets."""
-        with self._lock:
-            return next((each.store for each in self._datasets if each.index == index), None)
+        """Return the store of one of this application's datasets; None for others."""
+        dataset = self._datasets.get(index)
+        return None if dataset is None else dataset.store
 
     def end(self) -> None:
         """Delete all datasets of this application, except those that others have pinned."""
-        datasets, self._datasets = self._datasets, []
+        datasets, self._datasets = list(self._datasets.values()), {}
         failed: list[object] = []
         for dataset in datasets:
             dataset.heartbeat.stop_soon()
@@ -340,11 +310,9 @@ class _Registry:
                 if _delete(dataset.store, dataset.index) == "failed":
                     failed.append(fs)
 
-    def _add_use(self, index: str, use: DatasetUse) -> None:
-        self._uses.setdefault(index, weakref.WeakSet()).add(use)
-
     def _is_used(self, index: str) -> bool:
-        return any(not use.over for use in list(self._uses.get(index, ())))
+        uses = [reference() for reference in list(self._uses.get(index, ()))]
+        return any(use is not None and not use.over for use in uses)
 
 
 def _require_free_paths(store: Store, index: str) -> None:
@@ -369,17 +337,17 @@ def _require_free_paths(store: Store, index: str) -> None:
 
 def _is_orphan(store: Store, index: str, clock: StoreClock) -> bool:
     path = owner_path(store, index)
-    return is_abandoned(store, path, read_lease_record(store, path), clock)
+    record = read_lease_record(store, path)
+    # A dataset of an unknown owner stays.
+    return record not in (None, UNREADABLE) and is_abandoned(store, path, record, clock)
 
 
 def _is_pinned(store: Store, index: str, clock: StoreClock) -> bool:
     """Return whether an application has pinned a dataset, according to its files."""
-    for path in _pin_paths(store, index):
-        # The owner of the pin may be unknown, but its age is known.
-        record = read_lease_record(store, path) or LeaseRecord(ProcessIdentity("", 0, ""))
-        if store.exists(path) and not is_abandoned(store, path, record, clock):
-            return True
-    return False
+    return any(
+        (record := read_lease_record(store, path)) and not is_abandoned(store, path, record, clock)
+        for path in _pin_paths(store, index)
+    )
 
 
 def _delete(store: Store, index: str) -> Literal["deleted", "pinned", "failed"]:
@@ -465,8 +433,10 @@ def pin(store: Store, index: str) -> Iterator[None]:
     use = DatasetUse()
     heartbeat: Heartbeat | None = None
     try:
-        heartbeat = _registry.pin(use, store, index)
-        if heartbeat is not None:
+        _registry.add_use(index, use)
+        is_own = _registry.store_of(index) is not None
+        if not is_own and store.exists(manifest_path(store, index)):
+            heartbeat = Heartbeat(store, new_pin_path(store, index))
             heartbeat.start()
         yield
     finally:
@@ -561,11 +531,10 @@ def clear_prepared_data(
         The deleted datasets; data that a killed writer left behind has 0 rows.
     """
     store = as_store(store)
-    datasets = [d for d in _stored_datasets(store) if dataset_idx in (None, d.index)]
-    chosen = [(store, dataset.index) for dataset in datasets]
+    datasets = {d.index: d for d in _stored_datasets(store) if dataset_idx in (None, d.index)}
     all_owners = force or dataset_idx is not None
-    deleted = set(_registry.clear(chosen, all_owners=all_owners, force=force))
-    return [dataset for dataset in datasets if dataset.index in deleted]
+    deleted = _registry.clear(store, datasets, all_owners=all_owners, force=force)
+    return [datasets[index] for index in deleted]
 
 
 def clear_training_cache() -> None:

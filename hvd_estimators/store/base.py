@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import uuid
 from abc import abstractmethod
@@ -17,6 +18,8 @@ from hvd_estimators.store.registry import store_class
 
 if TYPE_CHECKING:
     import pandas as pd
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LEFT_OUT", "LeftOutNames", "RunPaths", "Store", "as_store"]
 
@@ -185,7 +188,8 @@ class Store(LeftOutNames, StorePaths):
     def _check_folder(self, folder: str) -> None:
         probe = f"{folder}/.probe-{uuid.uuid4().hex}"
         try:
-            self.write_text(probe, "probe")
+            self.write_new(probe, "probe")
+            replaces = self.write_new(probe, "another probe")
             self.delete(probe)
         except OSError as error:
             name = "prefix_path" if folder == self.prefix_path else "path"
@@ -196,6 +200,13 @@ class Store(LeftOutNames, StorePaths):
                 f"{told} Set a prefix that exists, or can be made, on storage that the driver and "
                 "all executors share."
             ) from error
+        if replaces:
+            logger.warning(
+                "The storage of %r replaces a file that should only be created. Two fits that "
+                "start one run_id at the same moment may therefore both train. Start one of them "
+                "after the other, or set a store that supports conditional writes.",
+                folder,
+            )
 
     def without_options(self) -> Store:
         """Return a copy of the store without its ``storage_options``, which may contain secrets."""

@@ -11,7 +11,7 @@ import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, ClassVar, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import fsspec
 
@@ -19,7 +19,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import TruncatedResponse, with_retries
-from hvd_estimators.store.storage_errors import naming_full_disk, text_of
+from hvd_estimators.store.storage_errors import Kind, kind_of, naming_full_disk, text_of
 
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
@@ -62,9 +62,6 @@ class Files(ABC):
     """
 
     storage_options: dict[str, Any]
-
-    creates_exclusively: ClassVar[bool] = False
-    """True if `write_new` succeeds for exactly one of several concurrent processes."""
 
     @property
     @abstractmethod
@@ -272,12 +269,46 @@ class Files(ABC):
     def write_new(self, path: str, text: str) -> bool:
         """Write a complete file unless it exists, and return whether it was written.
 
-        Two processes may both succeed, unless `creates_exclusively` is True.
+        Exactly one of several concurrent processes succeeds, however late its request arrives, if
+        the storage creates files exclusively: local disks, NFS, HDFS, S3, GCS and Azure do.
+
+        Parameters
+        ----------
+        path : str
+            The file.
+        text : str
+            Its content, which no other process writes. A file with this content was written by an
+            earlier request of this call, whose answer was lost.
+
+        Raises
+        ------
+        StoreError
+            If the file cannot be written.
         """
-        if self.exists(path):
-            return False
-        self.write_text(path, text)
-        return True
+        content = text.encode()
+
+        def create(is_repeated: bool = False) -> bool:
+            try:
+                self._create(path, content)
+            except Exception as error:
+                # Clients raise FileExistsError or an error of their own for an existing file.
+                found = self.read_if_exists(path) if kind_of(error) is Kind.OTHER else None
+                if found is not None:
+                    return found == content
+                if is_repeated or not isinstance(error, FileExistsError):
+                    raise
+                return create(is_repeated=True)  # another process has deleted the file since
+            return True
+
+        return self._retried(create, f"writing {path!r}")
+
+    def _create(self, path: str, content: bytes) -> None:
+        """Create a file, or raise an error if it exists. Called again after a transient failure.
+
+        The clients of S3, GCS and Azure send a conditional request. Other filesystems of fsspec
+        look for the file first, so two of several concurrent processes may succeed.
+        """
+        self.fs.pipe_file(path, content, mode="create")
 
     def find(self, path: str) -> list[str]:
         """Return the full paths of all files below a path, sorted; see `list_files`."""

@@ -282,6 +282,10 @@ class FilesystemStore(Store):
             file.flush()
             self._put(file.name, path)
 
+    def _create(self, path: str, content: bytes) -> None:
+        self._make_parent(path)
+        super()._create(path, content)
+
     def _open(self, path: str) -> IO[bytes]:
         self._forget_listings(path)
         file: IO[bytes] = self.fs.open(path, "rb")
@@ -293,10 +297,12 @@ class FilesystemStore(Store):
 
     def _upload(self, local: str, path: str) -> None:
         """Upload a local file to the store. Called again after a failure."""
-        fs = self.fs
+        self._make_parent(path)
+        self.fs.put_file(local, path)
+
+    def _make_parent(self, path: str) -> None:
         if scheme_of(path) not in _OBJECT_STORES:
-            fs.makedirs(posixpath.dirname(path), exist_ok=True)
-        fs.put_file(local, path)
+            self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def delete_empty(self, path: str) -> None:
         """Delete a directory if it is empty; do nothing on object stores, which have none."""

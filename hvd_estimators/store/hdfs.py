@@ -8,7 +8,6 @@ import os
 import posixpath
 import re
 import shutil
-import tempfile
 import threading
 import uuid
 import warnings
@@ -24,7 +23,6 @@ from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.filesystem import FilesystemStore
 from hvd_estimators.store.registry import scheme_of
-from hvd_estimators.store.storage_errors import kind_of
 
 _SCHEMES = ("hdfs", "viewfs")
 _READ_BUFFER = 2**18
@@ -89,8 +87,6 @@ class HDFSStore(FilesystemStore):
     DependencyError
         If ``hdfs-native`` is not installed.
     """
-
-    creates_exclusively = True
 
     def __init__(
         self,
@@ -204,51 +200,30 @@ class HDFSStore(FilesystemStore):
             )
         super().check()
 
-    def write_new(self, path: str, text: str) -> bool:
-        """Write a complete file unless it exists; exactly one of several processes succeeds."""
-        with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
-            file.write(text.encode())
-            file.flush()
-            return self._put(file.name, path, overwrite=False)
+    def _create(self, path: str, content: bytes) -> None:
+        self._write_and_rename(io.BytesIO(content), path, overwrite=False)
 
-    def _put(self, local: str, path: str, overwrite: bool = True) -> bool:
-        """Write a temporary file next to the target and rename it, which is atomic on HDFS.
+    def _upload(self, local: str, path: str) -> None:
+        with open(local, "rb") as source:
+            self._write_and_rename(source, path, overwrite=True)
 
-        Returns
-        -------
-        bool
-            False if the target exists and ``overwrite`` is False.
-        """
-        target = self._path_in_fs(path)
+    def _write_and_rename(self, source: IO[bytes], path: str, *, overwrite: bool) -> None:
+        """Write a temporary file next to the target and rename it, which is atomic on HDFS."""
+        target, fs = self._path_in_fs(path), self.fs
         # The same file for all attempts and later writes of this thread: each replaces what the one
         # before has left, for example because no name node answered any more.
         writer = f"{_PROCESSES}-{os.getpid()}-{threading.get_ident()}"
         partial = posixpath.join(
             posixpath.dirname(target), f".{posixpath.basename(target)}-{writer}"
         )
-        attempts, is_renamed = 0, False
-
-        def write() -> bool:
-            nonlocal attempts, is_renamed
-            fs, attempts = self.fs, attempts + 1
-            try:
-                with open(local, "rb") as source, fs.open(partial, "wb") as copy:
-                    shutil.copyfileobj(source, copy, CHUNK_BYTES)
-                fs.mv(partial, target, overwrite=overwrite)
-                is_renamed = True
-            except Exception as error:
-                if overwrite or kind_of(error).is_transient or not self.exists(path):
-                    raise
-                # An earlier attempt may have renamed the file, and its answer got lost.
-                return attempts > 1 and self.read(path) == Path(local).read_bytes()
-            return True
-
         try:
-            return self._retried(write, f"writing {path!r}")
-        finally:
-            if not is_renamed:
-                with contextlib.suppress(Exception):
-                    self.fs.rm_file(partial)
+            with fs.open(partial, "wb") as copy:
+                shutil.copyfileobj(source, copy, CHUNK_BYTES)
+            fs.mv(partial, target, overwrite=overwrite)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                fs.rm_file(partial)
+            raise
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return self.fs, self._path_in_fs(path)

@@ -1,37 +1,35 @@
 """Leases of runs and datasets: at most one owner at a time, across all hosts.
 
-A lease is a small file, the lease record, that names the owning process (`ProcessIdentity`). The
-record of a run is ``runs/<run_id>/lease.json``. A `Heartbeat` rewrites the record every
-`HEARTBEAT_SECONDS`. Other processes use it to decide if the owner is dead:
+The owners of a run are numbered. Generation n is the file ``runs/<run_id>/lease-<n>.json``. Each
+file is created exclusively (`Files.write_new`), so exactly one of several processes gets a number,
+however late their writes arrive. The greatest generation names the run's owner, or says that the
+run is free. Each change creates the next generation:
+
+- A process takes a run that is free, or whose owner is dead.
+- The owner relaunches the ranks. Ranks of the earlier launch find a greater generation.
+- The owner releases the run.
+
+Numbers are not used again while a run exists, so a generation is a fencing token: a process that
+finds a greater one must not write to the run. Smaller generations are deleted. A write of one may
+arrive late without effect.
+
+Only the owner rewrites its file, every `HEARTBEAT_SECONDS`. Other processes use these heartbeats to
+decide if the owner is dead:
 
 - On the owner's machine, the operating system decides. A process that is stopped, or whose machine
   was asleep, counts as alive there, whatever the age of its last heartbeat.
 - On another machine, the owner counts as dead if its last heartbeat is older than `STALE_SECONDS`.
-  A process that was paused for longer therefore counts as dead. It notices this when it resumes,
-  because it checks its ownership before each heartbeat (`Heartbeat.lost`).
+  A process that was paused for longer therefore counts as dead. It finds this when it resumes,
+  because it looks for a greater generation before each heartbeat (`Heartbeat.lost`). Its ranks do
+  so before they write their next checkpoint (`FencingToken`).
 
 If the store records modification times, only the store's clock determines the age of a heartbeat.
-The age is then the difference between the times of the record and of a probe file written now.
+The age is then the difference between the times of the file and of a probe file written now.
 Otherwise the owner's clock is compared with the reader's clock (both UTC). A reader whose clock is
-fast then considers the owner dead too early by the difference. A reader whose clock is slow does so
-too late. The difference is harmless below `STALE_SECONDS` minus two heartbeats, which is four
-minutes. `Store.list_runs`, which writes nothing, compares the record's time with its own clock.
+fast then considers the owner dead too early by the difference. `Store.list_runs`, which writes
+nothing, compares the file's time with its own clock.
 
-Guarantees:
-
-- If the store creates files exclusively (`Store.creates_exclusively`), exactly one of several
-  processes that compete for a free lease gets it.
-- Otherwise, and when a lease is taken over from a dead owner, each process writes the file, waits
-  `SETTLE_SECONDS`, and reads the file again. The last writer owns the lease. Two processes can both
-  believe that they own it only if a write takes longer than that to become visible.
-- An owner can be wrongly considered dead if its machine was asleep for minutes or could not reach
-  the store. It then logs a warning at its next heartbeat. Its ranks find out before they write
-  their next checkpoint.
-
-A rank can outlive its launch by some seconds if it may still save its current step. It can outlive
-it longer if its machine is disconnected or its process was stopped. Meanwhile, its driver may have
-relaunched the ranks, or another application may have taken over the run. The run's lease shows both
-cases: it has a different token or a later launch number (`FencingToken`).
+A dataset has one owner, so its lease is a file with heartbeats and without numbers.
 
 Leases are taken on the driver; ranks check their `FencingToken`.
 """
@@ -43,15 +41,15 @@ import json
 import logging
 import os
 import posixpath
+import re
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
@@ -69,16 +67,12 @@ HEARTBEAT_SECONDS = 30.0
 STALE_SECONDS = 300.0
 """Age of the last heartbeat above which an owner on another machine counts as dead."""
 
-SETTLE_SECONDS = 1.0
-"""Time after which all processes see a written file."""
-
-LAUNCH = "launch"
-"""Key of the lease detail that holds the launch number; absent for the first launch."""
-
 _EXIT_SECONDS = 10.0
 """Maximum wait at interpreter exit for a heartbeat that is being written."""
 
 _POLL_SECONDS = 5.0
+
+_GENERATION = re.compile(r"lease-(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -92,17 +86,16 @@ class LeaseRecord:
     created, beaten : datetime.datetime or None
         Time of creation and of the last heartbeat, by the owner's clock, in UTC.
     token : str
-        Distinguishes this lease from the owner's other leases, including earlier ones of the same
-        file.
-    details : mapping
-        Additional entries.
+        Distinguishes this lease from all others; the same in all its generations.
+    is_released : bool
+        Whether the owner has ended, so that the run is free.
     """
 
     owner: ProcessIdentity
     created: datetime | None = None
     beaten: datetime | None = None
     token: str = ""
-    details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    is_released: bool = False
 
     def to_json(self) -> str:
         """Return the lease record as JSON."""
@@ -112,7 +105,7 @@ class LeaseRecord:
                 **asdict(self.owner),
                 **{name: time and time.isoformat() for name, time in times.items()},
                 "token": self.token,
-                "details": dict(self.details),
+                "is_released": self.is_released,
             },
             indent=1,
         )
@@ -140,22 +133,35 @@ class LeaseRecord:
                 str(document["started"]),
                 str(document.get("host", "")),
             )
-            details = dict(document.get("details", {}))
-            return LeaseRecord(owner, created, beaten, str(document.get("token", "")), details)
+            is_released = document.get("is_released") is True
+            return LeaseRecord(owner, created, beaten, str(document.get("token", "")), is_released)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a lease record: {error!r}") from error
 
 
+UNREADABLE = LeaseRecord(ProcessIdentity("", 0, ""))
+"""Stands for a damaged record. Its owner is unknown, so only its age counts."""
+
+
 def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
-    """Return the lease record in a file, or None if it is missing or damaged."""
-    try:
-        return LeaseRecord.from_json(store.read(path))
-    except (StoreError, FileNotFoundError, ValueError):
+    """Return the lease record in a file, `UNREADABLE` if damaged, or None if there is no file.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be read.
+    """
+    content = store.read_if_exists(path)
+    if content is None:
         return None
+    try:
+        return LeaseRecord.from_json(content)
+    except ValueError:
+        return UNREADABLE
 
 
 def is_abandoned(
-    store: Files, path: str, record: LeaseRecord | None, clock: StoreClock | None = None
+    store: Files, path: str, record: LeaseRecord, clock: StoreClock | None = None
 ) -> bool:
     """Return whether the owner of a lease is known to be dead.
 
@@ -165,8 +171,8 @@ def is_abandoned(
         The store of the lease record.
     path : str
         The file of the lease record.
-    record : LeaseRecord or None
-        The record that was read from the file. None counts as not abandoned.
+    record : LeaseRecord
+        The record that was read from the file.
     clock : StoreClock, optional
         Determines the age of the heartbeat. Pass one when checking many leases, because each clock
         queries the store.
@@ -178,9 +184,7 @@ def is_abandoned(
         no longer holds the lease. True after `STALE_SECONDS` without a heartbeat if the owner runs
         on another machine. False if the age is unknown.
     """
-    if record is None:
-        return False
-    if record.token and record.token in {heartbeat.token for heartbeat in list(_alive)}:
+    if record.token in _alive:
         return False
     if is_here(record.owner):
         return (bool(record.token) and record.owner == this_process()) or is_dead(record.owner)
@@ -244,8 +248,6 @@ class Heartbeat:
         The store of the file.
     path : str
         The file. Its old content is not checked; call `is_abandoned` first.
-    details : mapping, optional
-        Additional JSON entries of the record.
 
     Attributes
     ----------
@@ -257,13 +259,13 @@ class Heartbeat:
         True after another process has taken over or deleted the file.
     """
 
-    def __init__(self, store: Files, path: str, details: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, store: Files, path: str) -> None:
         self.token = uuid.uuid4().hex
         self.lost = False
         self.path = path
         self._store = store
-        self._record = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
-        self._lock = threading.Lock()
+        self._record = LeaseRecord(this_process(), _utc(), _utc(), self.token)
+        self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         # The thread stops with this object and must not keep it alive.
         weakref.finalize(self, self._ending.set).atexit = False
@@ -283,14 +285,16 @@ class Heartbeat:
         StoreError, OSError
             If the file cannot be written.
         """
-        _alive.add(self)
-        self._write()
-        threading.Thread(
+        # Otherwise other threads of this process would consider the new lease abandoned.
+        _alive[self.token] = self
+        self._claim()
+        self._thread = threading.Thread(
             target=_beat_on,
             args=(weakref.ref(self), self._ending),
             name="hvd_estimators heartbeat",
             daemon=True,
-        ).start()
+        )
+        self._thread.start()
 
     def stop(self, *, delete: bool = True) -> None:
         """Stop renewing and delete the file, unless another process owns it by now.
@@ -302,69 +306,74 @@ class Heartbeat:
         delete : bool
             Whether to delete the file. If False, the caller must delete it.
         """
-        if os.getpid() != self._record.owner.pid:
-            return
-        self.stop_soon()
-        with self._lock:  # unlike acquire and release, safe when interrupted
-            if delete:
-                self._delete()
+        if self._wait(None) and delete:
+            self._end()
 
     def stop_soon(self) -> None:
         """Stop renewing without waiting. A heartbeat may still be in progress."""
         self._ending.set()
-        _alive.discard(self)
+        _alive.pop(self.token, None)
 
     def stop_at_exit(self) -> None:
         """Stop and delete the file, but wait for at most ten seconds."""
-        self.stop_soon()
-        if os.getpid() == self._record.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
-            self._delete()
+        if self._wait(_EXIT_SECONDS):
+            self._end()
 
     def beat(self) -> None:
         """Rewrite the file, unless another process owns it by now; see `lost`."""
-        with self._lock:
-            if self.lost or self._ending.is_set():
-                return
-            try:
-                if self._is_ours():
-                    self._write()
-                    return
-            except OSError as error:
-                # Later heartbeats may succeed.
-                logger.warning("The heartbeat %r could not be written (%s).", self.path, error)
-                return
-            self.lost = True
-            logger.warning(
-                "This process has lost %r: another process deleted it or took it over. That "
-                "happens to a process that is paused for more than %d minutes.",
-                self.path,
-                STALE_SECONDS // 60,
-            )
-
-    def _delete(self) -> None:
+        if self.lost or self._ending.is_set():
+            return
         try:
             if self._is_ours():
-                self._store.delete(self.path)
+                self._write()
+            else:
+                self._lose()
+        except OSError as error:
+            # Later heartbeats may succeed.
+            logger.warning("The heartbeat %r could not be written (%s).", self.path, error)
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Stop renewing, and return whether the thread has ended; False in a forked child."""
+        if os.getpid() != self._record.owner.pid:
+            return False
+        self.stop_soon()
+        # An interrupt leaves no lock, unlike one while a lock is taken.
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _lose(self) -> None:
+        self.lost = True
+        logger.warning(
+            "This process has lost %r: another process deleted it or took it over. That happens to "
+            "a process that is paused for more than %d minutes.",
+            self.path,
+            STALE_SECONDS // 60,
+        )
+
+    def _end(self) -> None:
+        try:
+            self._release()
         except OSError as error:
             logger.warning("The file %r could not be deleted (%s).", self.path, error)
 
+    def _claim(self) -> None:
+        self._write()
+
     def _is_ours(self) -> bool:
-        try:
-            return LeaseRecord.from_json(self._store.read(self.path)).token == self.token
-        except ValueError:
-            return False
-        except OSError:
-            self._store.fs.invalidate_cache()
-            if not self._store.exists(self.path):
-                return False
-            raise
+        record = read_lease_record(self._store, self.path)
+        return record is not None and record.token == self.token
+
+    def _release(self) -> None:
+        if self._is_ours():
+            self._store.delete(self.path)
 
     def _write(self) -> None:
-        record = replace(self._record, beaten=_utc())
-        self._store.write_text(self.path, record.to_json())
+        self._store.write_text(self.path, replace(self._record, beaten=_utc()).to_json())
 
 
-_alive: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+_alive: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
+"""Heartbeats of this process by token."""
 
 
 def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
@@ -380,9 +389,11 @@ def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
 
 
 def _stop_all() -> None:
-    for heartbeat in list(_alive):
-        with contextlib.suppress(Exception):
-            heartbeat.stop_at_exit()
+    for reference in _alive.valuerefs():
+        heartbeat = reference()
+        if heartbeat is not None:
+            with contextlib.suppress(Exception):
+                heartbeat.stop_at_exit()
 
 
 at_exit(_stop_all)
@@ -392,22 +403,47 @@ def _utc() -> datetime:
     return datetime.now(UTC)
 
 
-def lease_path(run_path: str) -> str:
-    """Return the path of a run's lease."""
-    return f"{run_path}/lease.json"
+def lease_path(run_path: str, generation: int) -> str:
+    """Return the path of a generation of a run's lease."""
+    return f"{run_path}/lease-{generation:06d}.json"
+
+
+def newest_lease(store: Files, run_path: str) -> tuple[int, LeaseRecord | None]:
+    """Return the greatest generation of a run's lease and its record; 0 and None if none exists.
+
+    Raises
+    ------
+    StoreError
+        If the storage cannot be queried.
+    """
+    generation, is_new = 0, True
+    while is_new:
+        newest = max(_generations(store.names(run_path)), default=0)
+        record = read_lease_record(store, lease_path(run_path, newest)) if newest else None
+        if record is not None or not newest:
+            return newest, record
+        # A still greater generation has replaced it meanwhile.
+        generation, is_new = newest, newest != generation
+    return generation, UNREADABLE
+
+
+def _generations(names: Collection[str]) -> list[int]:
+    return [int(match[1]) for match in map(_GENERATION.fullmatch, names) if match]
 
 
 def holder(store: Files, run_path: str, clock: StoreClock | None = None) -> LeaseRecord | None:
-    """Return the lease record of a run's live owner, or None if the lease is free."""
-    path = lease_path(run_path)
-    content = store.read_if_exists(path)
-    if content is None:
-        return None
-    try:
-        record = LeaseRecord.from_json(content)
-    except ValueError:
-        record = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
-    return None if is_abandoned(store, path, record, clock) else record
+    """Return the lease record of a run's live owner, or None if the run is free."""
+    return _holder(store, run_path, clock)[1]
+
+
+def _holder(
+    store: Files, run_path: str, clock: StoreClock | None = None
+) -> tuple[int, LeaseRecord | None]:
+    generation, record = newest_lease(store, run_path)
+    if record is None or record.is_released:
+        return generation, None
+    path = lease_path(run_path, generation)
+    return generation, None if is_abandoned(store, path, record, clock) else record
 
 
 class Lease(Heartbeat):
@@ -421,13 +457,18 @@ class Lease(Heartbeat):
         The run.
     patient : bool
         Whether to wait if the current owner may be dead, see `require_free`.
+
+    Attributes
+    ----------
+    generation : int
+        Number of this lease, and of its newest launch; 0 before the start.
     """
 
     def __init__(self, store: Files, run: RunPaths, *, patient: bool = False) -> None:
-        super().__init__(store, lease_path(run.run_path), {"run_id": run.run_id})
+        super().__init__(store, lease_path(run.run_path, 0))
+        self.generation = 0
         self._run = run
         self._is_patient = patient
-        self._certain_at: float | None = None
 
     def start(self) -> None:
         """Take the lease and start to renew it.
@@ -437,36 +478,36 @@ class Lease(Heartbeat):
         ParamError
             If another process or fit holds the lease.
         """
-        # Otherwise other threads of this process would consider the new lease abandoned.
-        _alive.add(self)
         try:
-            text = self._record.to_json()
-            if not (self._store.creates_exclusively and self._store.write_new(self.path, text)):
-                self.require_free()
-                self._certain_at = time.monotonic() + SETTLE_SECONDS
             super().start()
         except BaseException:
             self.stop()
             raise
 
-    def require_free(self) -> None:
-        """Check that the lease is free; a patient lease waits if the owner may be dead.
+    def require_free(self) -> int:
+        """Check that the run is free; a patient lease waits if the owner may be dead.
 
         An owner that was killed on another machine counts as dead `STALE_SECONDS` after its last
         heartbeat. A live owner reveals itself by its next heartbeat, within half a minute.
+
+        Returns
+        -------
+        int
+            The run's greatest generation, whose owner is dead or has released it.
 
         Raises
         ------
         ParamError
             If the lease is held. The message names the owner and the start time.
         """
-        first = record = holder(self._store, self._run.run_path)
+        generation, record = _holder(self._store, self._run.run_path)
+        first = record
         deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
         while record is not None and first is not None:
             has_beaten = (record.token, record.beaten) != (first.token, first.beaten)
             is_certain = has_beaten or is_here(record.owner) or time.monotonic() > deadline
             if is_certain or not self._is_patient:
-                raise _held_error(self._run, record)
+                raise self._held_error(generation, record)
             if record is first:
                 logger.warning(
                     "run_id: %r was being trained by %s. Waiting for a heartbeat of that process: "
@@ -474,58 +515,82 @@ class Lease(Heartbeat):
                     *(self._run.run_id, record.owner, STALE_SECONDS / 60),
                 )
             time.sleep(_POLL_SECONDS)
-            record = holder(self._store, self._run.run_path)
+            generation, record = _holder(self._store, self._run.run_path)
+        return generation
 
-    def note_launch(self, number: int) -> None:
-        """Record the launch number, so that ranks of earlier launches stop writing to the run.
+    def advance(self) -> None:
+        """Take the next generation, so that ranks of earlier launches stop writing to the run.
 
-        Does nothing if another process owns the lease by now.
+        Does nothing if another process owns the lease by now. The ranks will find out.
 
         Raises
         ------
         StoreError, OSError
             If the lease cannot be written.
         """
-        with self._lock:
-            if not self.lost and self._is_ours():
-                details = {**self._record.details, LAUNCH: number}
-                self._record = replace(self._record, details=details)
-                self._write()
+        newest = self._own_generation()
+        if not (newest and self._take(newest + 1)) and not self.lost:
+            self._lose()
 
-    def confirm(self) -> None:
-        """Check that no other process took the lease at the same time; may wait for a second.
+    def _claim(self) -> None:
+        while not self._take(self.require_free() + 1):
+            pass  # another process has taken it, and may be alive
 
-        Call it before anything is written to the run's folder.
+    def _take(self, generation: int) -> bool:
+        """Create a generation, and return whether it is the greatest."""
+        if not self._create(generation):
+            return False
+        # If the file was created late, greater ones may exist, and this one may have been deleted.
+        generations = _generations(self._store.names(self._run.run_path))
+        if max(generations, default=0) != generation:
+            return False
+        self.generation, self.path = generation, lease_path(self._run.run_path, generation)
+        self._forget(generations, below=generation)
+        return True
 
-        Raises
-        ------
-        ParamError
-            If another process holds the lease.
-        """
-        if self._certain_at is None:
-            return
-        time.sleep(max(self._certain_at - time.monotonic(), 0))
-        self._certain_at = None
-        record = read_lease_record(self._store, self.path)
-        if record is not None and record.token != self.token:
-            self.stop()
-            raise _held_error(self._run, record)
+    def _create(self, generation: int, is_released: bool = False) -> bool:
+        record = replace(self._record, beaten=_utc(), is_released=is_released)
+        return self._store.write_new(lease_path(self._run.run_path, generation), record.to_json())
 
+    def _forget(self, generations: Collection[int], below: int) -> None:
+        for generation in sorted(generations):
+            if generation < below:
+                with contextlib.suppress(OSError):  # the next owner deletes it
+                    self._store.delete(lease_path(self._run.run_path, generation))
 
-def _held_error(run: RunPaths, record: LeaseRecord) -> ParamError:
-    since = "" if record.created is None else f" since {record.created:%Y-%m-%d %H:%M:%S} UTC"
-    if record.owner == this_process():
+    def _is_ours(self) -> bool:
+        return self._own_generation() > 0
+
+    def _own_generation(self) -> int:
+        """Return the greatest generation if it is this lease's, otherwise 0."""
+        generation, record = newest_lease(self._store, self._run.run_path)
+        is_ours = record is not None and record.token == self.token and not record.is_released
+        return generation if is_ours else 0
+
+    def _release(self) -> None:
+        """Create a free generation, or delete the lease of a run that has no other files."""
+        newest = self._own_generation()
+        if newest:
+            names = [name for name in self._store.names(self._run.run_path) if name[0] != "."]
+            generations = _generations(names)
+            if len(generations) == len(names) or self._create(newest + 1, is_released=True):
+                self._forget(generations, below=newest + 1)
+
+    def _held_error(self, generation: int, record: LeaseRecord) -> ParamError:
+        since = "" if record.created is None else f" since {record.created:%Y-%m-%d %H:%M:%S} UTC"
+        held = f"run_id: {self._run.run_id!r} is being trained by"
+        if record.owner == this_process():
+            return ParamError(
+                f"{held} another fit of this application{since}, which writes the same "
+                "checkpoints. Set another run_id, or none."
+            )
+        beaten = "" if record.beaten is None else f" (last heartbeat {record.beaten:%H:%M:%S} UTC)"
         return ParamError(
-            f"run_id: {run.run_id!r} is being trained by another fit of this application{since}, "
-            "which writes the same checkpoints. Set another run_id, or none."
+            f"{held} {record.owner}{since}{beaten}, which writes the same checkpoints. Set another "
+            "run_id, or none, or wait until that fit has ended. If that process has died, this run "
+            f"is free {STALE_SECONDS / 60:g} minutes after its last heartbeat, or as soon as "
+            f"{lease_path(self._run.run_path, generation)!r} is deleted."
         )
-    beaten = "" if record.beaten is None else f" (last heartbeat {record.beaten:%H:%M:%S} UTC)"
-    return ParamError(
-        f"run_id: {run.run_id!r} is being trained by {record.owner}{since}{beaten}, which writes "
-        "the same checkpoints. Set another run_id, or none, or wait until that fit has ended. If "
-        f"that process has died, this run is free {STALE_SECONDS / 60:g} minutes after its last "
-        f"heartbeat, or as soon as {lease_path(run.run_path)!r} is deleted."
-    )
 
 
 @dataclass(frozen=True)
@@ -534,42 +599,42 @@ class FencingToken:
 
     Attributes
     ----------
-    path : str
-        The run's lease file.
+    run_path : str
+        Folder of the run.
+    generation : int
+        Generation of the run's lease when the launch started.
     token : str
-        Token of the lease when the launch started.
-    launch : int
-        Number of the launch under this lease, from 0.
+        Token of the lease.
     """
 
-    path: str
+    run_path: str
+    generation: int
     token: str
-    launch: int
 
     def check(self, store: Files) -> None:
         """Check that no other launch or application has replaced this launch.
 
-        Without a lease, no process trains the run, and the driver is about to end as well.
+        Without an owner, no process trains the run, and the driver is about to end as well.
 
         Raises
         ------
         StoreError
             If the launch was replaced, or if the store cannot be read.
         """
-        content = store.read_if_exists(self.path)
-        if content is None:
+        newest, record = newest_lease(store, self.run_path)
+        if record is None:
             return
-        try:
-            record = LeaseRecord.from_json(content)
-        except ValueError:
-            return  # a process that damages the file is not training
-        if record.token != self.token:
-            raise StoreError(
-                f"{record.owner} has taken the run over from this fit (see {self.path!r}), which "
-                "no longer writes to it"
-            )
-        if record.details.get(LAUNCH, 0) != self.launch:
+        # The driver may have just released the run. A process that damages a file does not train.
+        launch = newest - 1 if record.is_released else newest
+        if launch == self.generation and record.token in (self.token, ""):
+            return
+        path = lease_path(self.run_path, newest)
+        if record.token == self.token:
             raise StoreError(
                 "the ranks have been launched again in place of this rank, which was slow to end "
-                f"(see {self.path!r})"
+                f"(see {path!r})"
             )
+        raise StoreError(
+            f"{record.owner} has taken the run over from this fit (see {path!r}), which no longer "
+            "writes to it"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -21,6 +22,9 @@ from hvd_estimators.store.files import CHUNK_BYTES, ListedFile
 from hvd_estimators.store.registry import dbfs_path, scheme_of
 from hvd_estimators.store.retries import typed_errors
 
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of filesystems without hard links, such as FAT and many FUSE mounts."""
+
 _MOST_WALKS = 100
 """Maximum number of walks through a folder that several processes delete."""
 
@@ -30,8 +34,6 @@ class LocalStore(Store):
 
     Accepts a path or a ``file://`` URL; see `Store` for the parameters.
     """
-
-    creates_exclusively = True
 
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
@@ -112,30 +114,21 @@ class LocalStore(Store):
         finally:
             partial.unlink(missing_ok=True)
 
-    def write_new(self, path: str, text: str) -> bool:
-        """Write a complete file unless it exists; exactly one of several processes succeeds."""
+    def _create(self, path: str, content: bytes) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         try:
-            partial.write_bytes(text.encode())
+            partial.write_bytes(content)
             os.link(partial, target)
-        except FileExistsError:
-            return False
-        except OSError:
-            return self._create(target, text)  # some mounted filesystems do not support links
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # Readers may see the file before it has its content.
+            with open(target, "xb") as file:
+                file.write(content)
         finally:
             partial.unlink(missing_ok=True)
-        return True
-
-    @staticmethod
-    def _create(target: Path, text: str) -> bool:
-        try:
-            with open(target, "xb") as file:
-                file.write(text.encode())
-        except FileExistsError:
-            return False
-        return True
 
 
 MOUNT = "/dbfs"
@@ -145,16 +138,9 @@ MOUNT = "/dbfs"
 class _MountedStore(LocalStore):
     """Folder on a FUSE mount that supports only sequential writes of whole files."""
 
-    # FUSE mounts do not guarantee the semantics of links and exclusive creation.
-    creates_exclusively = False
-
     def spark_url(self, path: str) -> str:
         """Return the first of `spark_urls`."""
         return self.spark_urls(path)[0]
-
-    def write_new(self, path: str, text: str) -> bool:
-        """Write a file unless it exists; see `Store.write_new`."""
-        return Store.write_new(self, path, text)
 
     def writable_path(self, path: str) -> str | None:
         """Return None, because files cannot be appended to."""

@@ -161,8 +161,7 @@ def delete_run(store: StorePaths, run_id: str) -> None:
     """Delete a run; see `Store.delete_run`."""
     require_run(store, run_id)
     run = store.run_paths(run_id)
-    with Lease(store, run) as lease:
-        lease.confirm()
+    with Lease(store, run):
         store.delete(run.run_path)
 
 

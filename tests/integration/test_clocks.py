@@ -44,7 +44,7 @@ except ParamError:
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_host_with_another_clock_sees_whether_a_lease_is_held(hours: int, tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"))
-    path = Path(store.run_paths("mine").run_path, "lease.json")
+    path = Path(store.run_paths("mine").run_path, "lease-000001.json")
     owner = dataclasses.replace(this_process(), machine="elsewhere", host="node7")
     env = {
         **os.environ,

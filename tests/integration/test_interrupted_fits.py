@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import JobCancelledError
 from hvd_estimators.fitting import restarts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.store.leases import lease_path
+from hvd_estimators.store.leases import holder
 from hvd_estimators.store.runs import read_metadata
 
 PROGRAM = "import interrupted_job; interrupted_job.main()"
@@ -174,7 +174,7 @@ def test_cancelled_and_interrupted_fits_on_spark_resume(
     assert "fit() with that run_id" in str(error)
     first = position(store)
     # As soon as the fit is over, the run is free and not written to.
-    assert not Path(lease_path(store.run_paths("asked").run_path)).exists()
+    assert holder(store, store.run_paths("asked").run_path) is None
 
     asked: list[float] = []
 

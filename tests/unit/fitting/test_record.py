@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hvd_estimators import Store
+from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
@@ -29,9 +30,9 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
-from hvd_estimators.store.leases import Lease
+from hvd_estimators.store.leases import Lease, LeaseRecord, lease_path, newest_lease
 from hvd_estimators.store.paths import Position
-from hvd_estimators.store.runs import read_metadata
+from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
 
@@ -84,7 +85,7 @@ def test_runs_are_noted_during_training_and_at_the_end(
 ) -> None:
     with Lease(store, store.run_paths("mine")), record(store) as noted:
         handle = noted.handler(print_event)
-        assert {writes.get(timeout=10) for _ in range(2)} == {"lease.json", "metadata.json"}
+        assert writes.get(timeout=10) == "metadata.json"
         (info,) = store.list_runs()
         assert (info.run_id, info.state, info.epochs, info.ended) == ("mine", "running", 0, None)
         assert rows_of(store) == []
@@ -262,6 +263,24 @@ def test_runs_are_listed_newest_first_and_damaged_ones_last(store: Any) -> None:
     notes = json.loads((folder / "b" / "metadata.json").read_text())
     (folder / "b" / "metadata.json").write_text(json.dumps({**notes, "state": "running"}))
     assert [run.state for run in store.list_runs()][2:] == ["interrupted", "damaged"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_whose_run_another_process_trains_records_no_outcome(store: Any, fails: bool) -> None:
+    noted = record(store)
+    run = noted._run
+    error = pytest.raises(OSError, match="slow") if fails else contextlib.nullcontext()
+    with run, error, noted:
+        generation = newest_lease(store, run.paths.run_path)[0]
+        successor = LeaseRecord(ProcessIdentity("elsewhere", 1, "1"), token="successor")
+        store.write_new(lease_path(run.paths.run_path, generation + 1), successor.to_json())
+        for name in ("metadata", "history"):
+            store.write_text(run_file(run.paths.run_path, name), "of the successor")
+        if fails:
+            raise OSError("slow")
+        noted.complete([], SimpleNamespace())
+    for name in ("metadata", "history"):
+        assert store.read(run_file(run.paths.run_path, name)) == b"of the successor"
 
 
 @pytest.mark.parametrize("remote", [False, True])

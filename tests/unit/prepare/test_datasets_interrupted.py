@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import sys
 from pathlib import Path
 
@@ -26,10 +25,7 @@ class Interrupt:
     def __call__(self, frame, event, argument):
         if Path(frame.f_code.co_filename).name not in INTERRUPTED:
             return None
-        # Between a block's end and the release of its lock, which is C code, Python handles
-        # no signals, but still calls the tracer.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not line.strip().startswith("with self._lock"):
+        if event == "line":
             self.left -= 1
             if self.left == 0:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -42,7 +42,14 @@ def edited(document: dict[str, Any], *further: str) -> st.SearchStrategy[Any]:
     )
 
 
-LEASE = {"machine": "m", "pid": 1, "started": "s", "created": None, "beaten": None, "details": {}}
+LEASE = {
+    "machine": "m",
+    "pid": 1,
+    "started": "s",
+    "created": None,
+    "beaten": None,
+    "is_released": False,
+}
 HISTORY = {"rows": [[0, "train", "loss", 0.5]]}
 
 
@@ -67,7 +74,7 @@ def store_with(folder: Path, files: dict[str, bytes]) -> Store:
 def test_a_run_of_any_documents_is_listed_beside_the_others(
     metadata: Any, lease: Any, history: Any
 ) -> None:
-    documents = {"metadata.json": metadata, "lease.json": lease, "history.json": history}
+    documents = {"metadata.json": metadata, "lease-000001.json": lease, "history.json": history}
     with tempfile.TemporaryDirectory() as folder:
         store = store_with(
             Path(folder), {name: json.dumps(value).encode() for name, value in documents.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from hvd_estimators.store.checkpoints import (
     open_valid,
     write_manifest,
 )
-from hvd_estimators.store.leases import FencingToken, Lease, LeaseRecord, holder
+from hvd_estimators.store.leases import FencingToken, Lease, LeaseRecord, holder, lease_path
 from hvd_estimators.store.runs import load_history, run_file
 
 METADATA = {
@@ -91,7 +92,7 @@ LEASE = json.loads(
         datetime.datetime(2026, 11, 20, tzinfo=datetime.UTC),
         datetime.datetime(2026, 11, 20, tzinfo=datetime.UTC),
         "token",
-        {"launch": 1},
+        False,
     ).to_json()
 )
 
@@ -102,16 +103,18 @@ def test_a_lease_of_any_content_is_taken_or_the_fit_is_rejected(
 ) -> None:
     store = Store.create(str(tmp_path))
     paths = store.run_paths("mine")
-    path = Path(paths.run_path, "lease.json")
+    path = Path(paths.run_path, "lease-000001.json")
     path.parent.mkdir(parents=True)
-    assert Lease(store, paths).path == str(path)
+    assert lease_path(paths.run_path, 1) == str(path)
     pids = JSON_VALUES.map(lambda value: json.dumps({**LEASE, "pid": value}).encode())
 
     def check(content: bytes) -> None:
+        shutil.rmtree(path.parent)
+        path.parent.mkdir()
         path.write_bytes(content)
         holder(store, paths.run_path)
         typed_outcome(Lease(store, paths).require_free, "mine")
-        for token in (FencingToken(str(path), "token", launch) for launch in (0, 1)):
+        for token in (FencingToken(paths.run_path, launch, "token") for launch in (0, 1)):
             typed_outcome(partial(token.check, store), "mine")
         with_lease = Lease(store, paths)
         if typed_outcome(with_lease.__enter__, "mine") is not None:

@@ -16,16 +16,11 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.restarts import Launch
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.loading.plan import ShardPlan
-from hvd_estimators.store import FilesystemStore, leases
-from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, read_lease_record
+from hvd_estimators.store import FilesystemStore
+from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, newest_lease
 from hvd_estimators.training.call_transfer import StoredCall
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
 
 
 def writer_of(store: Any, fence: FencingToken | None) -> CheckpointWriter:
@@ -41,8 +36,9 @@ def save(writer: CheckpointWriter, epoch: int, first: Any = None) -> None:
 def take_over(store: Any) -> None:
     now = datetime.now(UTC)
     owner = replace(this_process(), machine="elsewhere", host="node7")
-    path = lease_path(store.run_paths("mine").run_path)
-    store.write_text(path, LeaseRecord(owner, now, now, "another").to_json())
+    run_path = store.run_paths("mine").run_path
+    path = lease_path(run_path, newest_lease(store, run_path)[0] + 1)
+    assert store.write_new(path, LeaseRecord(owner, now, now, "another").to_json())
 
 
 def launch_again(held: Run) -> None:
@@ -107,29 +103,47 @@ def test_a_replaced_writers_upload_is_discarded(tmp_path: Any) -> None:
 def test_a_fit_without_its_lease_may_write_a_last_checkpoint(store: Any) -> None:
     with Run(store, store.run_paths("mine")) as held:
         fence = held.fencing_token(0)
-        store.delete(lease_path(store.run_paths("mine").run_path))
+        store.delete(lease_path(store.run_paths("mine").run_path, 1))
         with writer_of(store, fence) as writer:
             save(writer, 1)
         assert epochs_in(store) == [1]
 
 
-def test_heartbeats_keep_the_launch_number_and_respect_other_leases(store: Any) -> None:
-    path = lease_path(store.run_paths("mine").run_path)
+def test_a_rank_may_write_while_its_driver_releases_the_run(store: Any) -> None:
+    with Run(store, store.run_paths("mine")) as held:
+        fence = held.fencing_token(0)
+        assert fence is not None
+        with writer_of(store, fence) as writer:
+            save(writer, 1)
+    with writer_of(store, fence) as writer:
+        save(writer, 2)
+    with (
+        Run(store, store.run_paths("mine")),
+        writer_of(store, fence) as writer,
+        pytest.raises(StoreError, match="has taken the run over"),
+    ):
+        save(writer, 3)
+    assert epochs_in(store) == [2]
+
+
+def test_heartbeats_keep_the_generation_and_respect_other_leases(store: Any) -> None:
+    run_path = store.run_paths("mine").run_path
     with Run(store, store.run_paths("mine")) as held:
         fence = held.fencing_token(2)
         assert fence is not None
         assert held._lease is not None
         held._lease.beat()
         fence.check(store)
-        claim = read_lease_record(store, path)
-        assert claim is not None
-        assert claim.details == {"run_id": "mine", "launch": 2}
+        assert (fence.generation, newest_lease(store, run_path)[0]) == (2, 2)
         take_over(store)
-        held.fencing_token(3)
-        claim = read_lease_record(store, path)
-        assert claim is not None
-        assert claim.token == "another"
-    assert store.exists(path)
+        stopped = held.fencing_token(3)
+        assert stopped is not None
+        with pytest.raises(StoreError, match=r"node7.* has taken the run over"):
+            stopped.check(store)
+        assert held.lost
+    generation, claim = newest_lease(store, run_path)
+    assert claim is not None
+    assert (generation, claim.token) == (3, "another")
 
 
 def test_each_launch_has_a_number(store: Any) -> None:
@@ -156,7 +170,7 @@ def test_each_launch_has_a_number(store: Any) -> None:
         given: Any = (CallTransfer(), None, None, Spec())
         launch = Launch(held, *given)
         fences = [launch(backend, {}, lambda event: None)[0] for _ in range(3)]
-        assert [fence.launch for fence in fences] == [0, 1, 2]
+        assert [fence.generation for fence in fences] == [1, 2, 3]
         for fence in fences[:2]:
             with pytest.raises(StoreError, match="launched again"):
                 fence.check(store)

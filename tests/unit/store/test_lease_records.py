@@ -20,6 +20,7 @@ from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this
 from hvd_estimators.store import LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
+    UNREADABLE,
     Heartbeat,
     LeaseRecord,
     StoreClock,
@@ -36,7 +37,7 @@ PROGRAM = """
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
     leases.HEARTBEAT_SECONDS = 0.02
-    heartbeat = leases.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
+    heartbeat = leases.Heartbeat(store, sys.argv[1] + "/claim")
     heartbeat.start()
     if what == "forks":
         child = os.fork()
@@ -90,7 +91,6 @@ def test_a_claim_is_renewed_until_its_process_ends(store, path):
     process = start(store)
     claim = read_lease_record(store, path)
     assert (claim.owner.pid, claim.owner.machine) == (process.pid, this_process().machine)
-    assert claim.details == {"run": "mine"}
     assert str(claim.owner) == f"process {process.pid} on {this_process().host}"
     wait_until(lambda: read_lease_record(store, path).beaten > claim.beaten)
     assert read_lease_record(store, path).created == claim.created
@@ -224,15 +224,17 @@ def test_an_unavailable_store_costs_only_heartbeats(store, path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"machine": "m", "pid": "x"}'])
-def test_corrupted_claims_are_ignored(store, path, text):
+def test_corrupted_claims_have_no_owner_but_an_age(store, path, text):
     assert read_lease_record(store, path) is None
     store.write_text(path, text)
-    assert read_lease_record(store, path) is None
-    assert not is_abandoned(store, path, None)
+    assert read_lease_record(store, path) is UNREADABLE
+    assert not is_abandoned(store, path, UNREADABLE)
+    written_ago(path, STALE_SECONDS + 1)
+    assert is_abandoned(store, path, UNREADABLE)
 
 
 def test_claims_survive_a_round_trip(store, path):
-    claim = LeaseRecord(this_process(), leases._utc(), leases._utc(), "token", {"run": "ü"})
+    claim = LeaseRecord(this_process(), leases._utc(), leases._utc(), "tökn", True)
     store.write_text(path, claim.to_json())
     assert read_lease_record(store, path) == claim
     # The minimal content of an owner's file.

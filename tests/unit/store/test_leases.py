@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -17,13 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store import FilesystemStore, LocalStore, leases
+from hvd_estimators.store import DBFSLocalStore, FilesystemStore, LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
-    Heartbeat,
     Lease,
     LeaseRecord,
     holder,
@@ -56,8 +57,19 @@ def other(store: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def path_of(store: Any) -> str:
-    return lease_path(store.run_paths("mine").run_path)
+def path_of(store: Any, generation: int = 1) -> str:
+    return lease_path(store.run_paths("mine").run_path, generation)
+
+
+def files_of(store: Any) -> list[str]:
+    """Return the files of the run, which holds something else than its lease."""
+    return [name for name in store.names(store.run_paths("mine").run_path) if name != "metadata"]
+
+
+@pytest.fixture
+def used(store: Any) -> None:
+    """Give the run another file."""
+    store.write_text(f"{store.run_paths('mine').run_path}/metadata", "")
 
 
 def test_a_run_is_rejected_while_another_process_trains_it(
@@ -66,7 +78,7 @@ def test_a_run_is_rejected_while_another_process_trains_it(
     run = store.run_paths("mine")
     message = (
         rf"run_id: 'mine' is being trained by process {other.pid} on \S+ since \d+-.* UTC \(last "
-        r"heartbeat .*\).* Set another run_id, or none, or wait .*lease.json' is deleted"
+        r"heartbeat .*\).* Set another run_id, or none, or wait .*lease-000001.json' is deleted"
     )
     for _ in range(2):
         with pytest.raises(ParamError, match=message), Lease(store, run):
@@ -76,29 +88,34 @@ def test_a_run_is_rejected_while_another_process_trains_it(
     claim = read_lease_record(store, path_of(store))
     assert claim is not None
     assert claim.owner.pid == other.pid
+    assert files_of(store) == ["lease-000001.json"]
     # Another run is free.
     with Lease(store, store.run_paths("another")):
         pass
     assert other.communicate("\n", timeout=60)[0] == "ended\n"
-    assert not store.exists(path_of(store))
-    Lease(store, run).require_free()
+    # A run that has no other files has no lease, either.
+    assert not store.exists(run.run_path) or files_of(store) == []
+    assert Lease(store, run).require_free() == 0
 
 
 def test_killed_processes_hold_no_lease(
-    store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    store: Any, other: subprocess.Popen[str], used: None
 ) -> None:
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     os.kill(other.pid, signal.SIGKILL)
     other.wait(60)
     assert store.exists(path_of(store))
     run = store.run_paths("mine")
     Lease(store, run).require_free()
     with Lease(store, run) as taken:
-        taken.confirm()
         claim = holder(store, run.run_path)
         assert claim is not None
         assert claim.owner.pid == os.getpid()
-    assert not store.exists(path_of(store))
+        assert taken.generation == 2
+        assert files_of(store) == ["lease-000002.json"]
+    # The released run stays numbered.
+    assert holder(store, run.run_path) is None
+    assert files_of(store) == ["lease-000003.json"]
+    assert Lease(store, run).require_free() == 3
 
 
 def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
@@ -111,17 +128,14 @@ def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
     os.utime(path, (moment, moment))
 
 
-def test_a_remote_lease_expires_without_heartbeats(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
+def test_a_remote_lease_expires_without_heartbeats(store: Any) -> None:
     run = store.run_paths("mine")
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with pytest.raises(ParamError, match=r"by process \d+ on node7 .* free 5 minutes after"):
         Lease(store, run).require_free()
     leave_lease_of_another_machine(store, STALE_SECONDS + 100)
     with Lease(store, run) as taken:
-        taken.confirm()
+        assert taken.generation == 2
     assert not store.exists(path_of(store))
 
 
@@ -129,7 +143,6 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, slept = store.run_paths("mine"), list[float]()
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     # A holder on this machine is known to live.
     with pytest.raises(ParamError, match=f"by process {other.pid}"):
         Lease(store, run, patient=True).require_free()
@@ -144,7 +157,7 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     monkeypatch.setattr(leases, "time", clock)
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with Lease(store, run, patient=True):
-        claim = read_lease_record(store, path_of(store))
+        claim = read_lease_record(store, path_of(store, 2))
         assert claim is not None
         assert claim.owner.pid == os.getpid()
     assert slept == [5.0] * 3
@@ -158,17 +171,14 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
         Lease(store, run, patient=True).require_free()
 
 
-def test_corrupted_leases_are_judged_by_their_age(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
+def test_corrupted_leases_are_judged_by_their_age(store: Any) -> None:
     run, path = store.run_paths("mine"), path_of(store)
     store.write_text(path, "{")
     with pytest.raises(ParamError, match="'mine' is being trained by"):
         Lease(store, run).require_free()
     os.utime(path, (1, 1))
     with Lease(store, run):
-        assert json.loads(Path(path).read_text())["pid"] == os.getpid()
+        assert json.loads(Path(path_of(store, 2)).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -177,23 +187,23 @@ def test_only_one_of_several_concurrent_fits_gets_the_lease(
 ) -> None:
     store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
     run, number = store.run_paths("mine"), 8
-    start, looked, got = threading.Barrier(number), threading.Barrier(number), []
+    looked, got = threading.Barrier(number), []
     everybody_tried, refused = threading.Barrier(number), []
-    if remote:
-        # The worst case: all of them read before any of them writes.
-        require_free = Lease.require_free
+    require_free = Lease.require_free
+    first_look = threading.local()
 
-        def look(lease: Lease) -> None:
-            require_free(lease)
-            looked.wait(60)
+    def look(lease: Lease) -> int:
+        generation = require_free(lease)
+        if not hasattr(first_look, "is_over"):
+            first_look.is_over = True
+            looked.wait(60)  # the worst case: all of them read before any of them writes
+        return generation
 
-        monkeypatch.setattr(Lease, "require_free", look)
+    monkeypatch.setattr(Lease, "require_free", look)
 
     def take() -> None:
-        start.wait(60)
         try:
-            with Lease(store, run) as taken:
-                taken.confirm()
+            with Lease(store, run):
                 got.append(threading.get_ident())
                 everybody_tried.wait(60)
         except ParamError as error:
@@ -206,7 +216,43 @@ def test_only_one_of_several_concurrent_fits_gets_the_lease(
     for thread in threads:
         thread.join(60)
     assert (len(got), len(refused)) == (1, number - 1)
-    assert not store.exists(path_of(store))
+    assert holder(store, run.run_path) is None
+
+
+@pytest.mark.parametrize("kind", ["local", "DBFS", "memory"])
+def test_a_file_is_created_once(tmp_path: Path, kind: str) -> None:
+    stores: dict[str, Any] = {
+        "local": lambda: LocalStore(str(tmp_path)),
+        "DBFS": lambda: DBFSLocalStore("dbfs:/mine", mount=str(tmp_path)),
+        "memory": lambda: FilesystemStore(f"memory://{tmp_path}"),
+    }
+    store = stores[kind]()
+    path = f"{store.prefix_path}/new/file"
+    assert store.write_new(path, "größe")
+    assert not store.write_new(path, "other")
+    # The answer to an earlier request was lost.
+    assert store.write_new(path, "größe")
+    assert store.read(path).decode() == "größe"
+    assert store.names(f"{store.prefix_path}/new") == ["file"]
+
+
+def test_storage_that_replaces_files_causes_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store: Any = FilesystemStore(f"memory://{tmp_path}")
+    store.check_data()
+    assert not caplog.records
+    pipe_file = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda *args, mode: pipe_file(*args, mode="overwrite")
+    )
+    store.check_data()
+    assert "replaces a file that should only be created" in caplog.text
+    assert store.names(store.prefix_path) == []
+
+
+def no_links(*_: Any) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
 def test_exclusive_creation_works_without_hard_links(
@@ -214,7 +260,7 @@ def test_exclusive_creation_works_without_hard_links(
 ) -> None:
     path = f"{store.prefix_path}/new/file"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError))
+        patch.setattr(os, "link", no_links)
         assert store.write_new(path, "größe")
         assert not store.write_new(path, "2")
     assert not store.write_new(path, "3")
@@ -226,14 +272,17 @@ def test_a_second_thread_is_rejected_before_the_first_heartbeat(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = store.run_paths("mine")
-    real = Heartbeat.start
+    take = Lease._take
+    taken: list[bool] = []
 
-    def start(self: Heartbeat) -> None:
+    def take_and_look(self: Lease, generation: int) -> bool:
+        taken.append(take(self, generation))
         with pytest.raises(ParamError, match="by another fit of this application"):
             Lease(store, run).require_free()
-        real(self)
+        return taken[-1]
 
-    monkeypatch.setattr(Heartbeat, "start", start)
+    monkeypatch.setattr(Lease, "_take", take_and_look)
     with Lease(store, run):
         pass
+    assert taken == [True]
     assert not store.exists(path_of(store))

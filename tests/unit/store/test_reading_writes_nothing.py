@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
     (run / "history.json").write_text('{"columns": [], "rows": [[0, "train", "loss", 1.0]]}')
     record = Heartbeat(store, "")._record
     elsewhere = ProcessIdentity("another machine", 1, "1")
-    Path(lease_path(str(run))).write_text(dataclasses.replace(record, owner=elsewhere).to_json())
+    Path(lease_path(str(run), 1)).write_text(dataclasses.replace(record, owner=elsewhere).to_json())
     Writer(store)(INDEX)
     return store
 
@@ -72,7 +72,7 @@ def tree(store: Store) -> dict[str, Any]:
 def test_the_age_of_another_machines_heartbeat_tells_the_state(
     store: Store, age: float, state: str
 ) -> None:
-    path = lease_path(store.run_paths("mine").run_path)
+    path = lease_path(store.run_paths("mine").run_path, 1)
     then = os.stat(path).st_mtime - age
     os.utime(path, (then, then))
     assert [run.state for run in store.list_runs()] == [state]
