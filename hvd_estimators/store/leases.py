@@ -48,7 +48,7 @@ import uuid
 import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Self
 
 from hvd_estimators._util.documents import parse_object
@@ -71,6 +71,8 @@ _EXIT_SECONDS = 10.0
 """Maximum wait at interpreter exit for a heartbeat that is being written."""
 
 _POLL_SECONDS = 5.0
+
+_MOST_TRIES = 100
 
 _GENERATION = re.compile(r"lease-(\d+)\.json")
 
@@ -208,31 +210,28 @@ class StoreClock:
 
     def __init__(self, store: Files, *, may_write: bool = True) -> None:
         self._store = store
-        self._has_probed = not may_write
-        # Of the store's clock from `time.monotonic`.
-        self._offset = None if may_write else time.time() - time.monotonic()
+        # How far the store's clock is ahead of this machine's.
+        self._ahead = None if may_write else timedelta()
 
     def age(self, path: str, record: LeaseRecord) -> float | None:
         """Return the seconds since a lease record was last written, or None if unknown."""
-        written = self._store.modified(path)
-        if written is not None and not self._has_probed:
-            self._offset = self._probe(posixpath.dirname(path))
-            self._has_probed = True
-        if written is not None and self._offset is not None:
-            return time.monotonic() + self._offset - written.timestamp()
-        return None if record.beaten is None else (_utc() - record.beaten).total_seconds()
+        written, now = self._store.modified(path), _utc()
+        if written is None:
+            return None if record.beaten is None else (now - record.beaten).total_seconds()
+        if self._ahead is None:
+            self._ahead = self._probe(posixpath.dirname(path))
+        return (now + self._ahead - written).total_seconds()
 
-    def _probe(self, folder: str) -> float | None:
+    def _probe(self, folder: str) -> timedelta:
         path = f"{folder}/.clock-{uuid.uuid4().hex}"
-        try:
-            self._store.write_text(path, "")
-            modified = self._store.modified(path)
-        except OSError:
-            return None
-        finally:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            try:
+                self._store.write_text(path, "")
+                written = self._store.modified(path)
+                return timedelta() if written is None else written - _utc()
+            finally:
                 self._store.delete(path)
-        return None if modified is None else modified.timestamp() - time.monotonic()
+        return timedelta()
 
 
 class Heartbeat:
@@ -296,7 +295,7 @@ class Heartbeat:
         )
         self._thread.start()
 
-    def stop(self, *, delete: bool = True) -> None:
+    def stop(self, *, delete: bool = True, seconds: float | None = None) -> None:
         """Stop renewing and delete the file, unless another process owns it by now.
 
         The call waits for a heartbeat that is being written, so that no write follows.
@@ -305,19 +304,25 @@ class Heartbeat:
         ----------
         delete : bool
             Whether to delete the file. If False, the caller must delete it.
+        seconds : float, optional
+            Maximum wait. The file stays if a heartbeat takes longer. Default: unlimited.
         """
-        if self._wait(None) and delete:
-            self._end()
+        if os.getpid() != self._record.owner.pid:
+            return
+        self.stop_soon()
+        # An interrupt leaves no lock, unlike one while a lock is taken.
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(seconds)
+        if delete and (self._thread is None or not self._thread.is_alive()):
+            try:
+                self._release()
+            except OSError as error:
+                logger.warning("The file %r could not be deleted (%s).", self.path, error)
 
     def stop_soon(self) -> None:
         """Stop renewing without waiting. A heartbeat may still be in progress."""
         self._ending.set()
         _alive.pop(self.token, None)
-
-    def stop_at_exit(self) -> None:
-        """Stop and delete the file, but wait for at most ten seconds."""
-        if self._wait(_EXIT_SECONDS):
-            self._end()
 
     def beat(self) -> None:
         """Rewrite the file, unless another process owns it by now; see `lost`."""
@@ -332,16 +337,6 @@ class Heartbeat:
             # Later heartbeats may succeed.
             logger.warning("The heartbeat %r could not be written (%s).", self.path, error)
 
-    def _wait(self, seconds: float | None) -> bool:
-        """Stop renewing, and return whether the thread has ended; False in a forked child."""
-        if os.getpid() != self._record.owner.pid:
-            return False
-        self.stop_soon()
-        # An interrupt leaves no lock, unlike one while a lock is taken.
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
-
     def _lose(self) -> None:
         self.lost = True
         logger.warning(
@@ -350,12 +345,6 @@ class Heartbeat:
             self.path,
             STALE_SECONDS // 60,
         )
-
-    def _end(self) -> None:
-        try:
-            self._release()
-        except OSError as error:
-            logger.warning("The file %r could not be deleted (%s).", self.path, error)
 
     def _claim(self) -> None:
         self._write()
@@ -393,7 +382,7 @@ def _stop_all() -> None:
         heartbeat = reference()
         if heartbeat is not None:
             with contextlib.suppress(Exception):
-                heartbeat.stop_at_exit()
+                heartbeat.stop(seconds=_EXIT_SECONDS)
 
 
 at_exit(_stop_all)
@@ -431,14 +420,10 @@ def _generations(names: Collection[str]) -> list[int]:
     return [int(match[1]) for match in map(_GENERATION.fullmatch, names) if match]
 
 
-def holder(store: Files, run_path: str, clock: StoreClock | None = None) -> LeaseRecord | None:
-    """Return the lease record of a run's live owner, or None if the run is free."""
-    return _holder(store, run_path, clock)[1]
-
-
-def _holder(
+def holder(
     store: Files, run_path: str, clock: StoreClock | None = None
 ) -> tuple[int, LeaseRecord | None]:
+    """Return a run's greatest generation and the record of its live owner; None if it is free."""
     generation, record = newest_lease(store, run_path)
     if record is None or record.is_released:
         return generation, None
@@ -500,7 +485,7 @@ class Lease(Heartbeat):
         ParamError
             If the lease is held. The message names the owner and the start time.
         """
-        generation, record = _holder(self._store, self._run.run_path)
+        generation, record = holder(self._store, self._run.run_path)
         first = record
         deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
         while record is not None and first is not None:
@@ -515,7 +500,7 @@ class Lease(Heartbeat):
                     *(self._run.run_id, record.owner, STALE_SECONDS / 60),
                 )
             time.sleep(_POLL_SECONDS)
-            generation, record = _holder(self._store, self._run.run_path)
+            generation, record = holder(self._store, self._run.run_path)
         return generation
 
     def advance(self) -> None:
@@ -533,8 +518,16 @@ class Lease(Heartbeat):
             self._lose()
 
     def _claim(self) -> None:
-        while not self._take(self.require_free() + 1):
-            pass  # another process has taken it, and may be alive
+        for _ in range(_MOST_TRIES):
+            newest = self.require_free()
+            if self._take(newest + 1):
+                return
+            # Another process has taken it, and may be alive.
+        raise StoreError(
+            f"run_id: the lease of {self._run.run_id!r} cannot be taken. The store has "
+            f"{lease_path(self._run.run_path, newest + 1)!r}, and does not list it. Set a store "
+            "whose listings are up to date."
+        )
 
     def _take(self, generation: int) -> bool:
         """Create a generation, and return whether it is the greatest."""
@@ -628,13 +621,7 @@ class FencingToken:
         launch = newest - 1 if record.is_released else newest
         if launch == self.generation and record.token in (self.token, ""):
             return
-        path = lease_path(self.run_path, newest)
+        by = f"{record.owner} has taken the run over from this fit, which no longer writes to it"
         if record.token == self.token:
-            raise StoreError(
-                "the ranks have been launched again in place of this rank, which was slow to end "
-                f"(see {path!r})"
-            )
-        raise StoreError(
-            f"{record.owner} has taken the run over from this fit (see {path!r}), which no longer "
-            "writes to it"
-        )
+            by = "the ranks have been launched again in place of this rank, which was slow to end"
+        raise StoreError(f"{by} (see {lease_path(self.run_path, newest)!r})")

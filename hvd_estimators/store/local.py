@@ -101,34 +101,36 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a file next to the target, then sync and rename it if the block succeeds."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
-        try:
-            with typed_errors(f"writing {path!r}"):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with open(partial, "x+b") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with typed_errors(f"writing {path!r}"), _partial(path) as partial:
+            with open(partial, "x+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
 
     def _create(self, path: str, content: bytes) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
-        try:
+        with _partial(path) as partial:
             partial.write_bytes(content)
-            os.link(partial, target)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            # Readers may see the file before it has its content.
-            with open(target, "xb") as file:
-                file.write(content)
-        finally:
-            partial.unlink(missing_ok=True)
+            try:
+                os.link(partial, path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # Readers may see the file before it has its content.
+                with open(path, "xb") as file:
+                    file.write(content)
+
+
+@contextlib.contextmanager
+def _partial(path: str) -> Iterator[Path]:
+    """Yield the path of a file next to the target, and delete what the block leaves there."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 MOUNT = "/dbfs"
@@ -149,18 +151,13 @@ class _MountedStore(LocalStore):
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a local file, copy it next to the target, and rename the copy."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         with typed_errors(f"writing {path!r}"), tempfile.TemporaryFile() as file:
             yield file
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file.seek(0)
+            file.seek(0)
+            with _partial(path) as partial:
                 with open(partial, "wb") as copy:
                     shutil.copyfileobj(file, copy, CHUNK_BYTES)
-                os.replace(partial, target)
-            finally:
-                partial.unlink(missing_ok=True)
+                os.replace(partial, path)
 
 
 class DBFSLocalStore(_MountedStore):

@@ -247,7 +247,7 @@ def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
     if state == "running":
         # The folder may be read-only, and another application's.
         clock = StoreClock(store, may_write=False)
-        return "interrupted" if holder(store, path, clock) is None else state
+        return "interrupted" if holder(store, path, clock)[1] is None else state
     return state
 
 

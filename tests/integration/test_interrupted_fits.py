@@ -174,7 +174,7 @@ def test_cancelled_and_interrupted_fits_on_spark_resume(
     assert "fit() with that run_id" in str(error)
     first = position(store)
     # As soon as the fit is over, the run is free and not written to.
-    assert holder(store, store.run_paths("asked").run_path) is None
+    assert holder(store, store.run_paths("asked").run_path)[1] is None
 
     asked: list[float] = []
 

@@ -54,7 +54,7 @@ def test_a_run_has_one_holder_and_can_be_listed_and_deleted(
         thread.join(60)
 
     assert (looked, len(refused)) == (["running"], number - 1)
-    assert holder(store, run.run_path) is None
+    assert holder(store, run.run_path)[1] is None
     states = {info.run_id: (info.state, info.epochs) for info in store.list_runs()}
     assert states == {"mine": ("interrupted", 1), "other": ("finished", 0)}
     assert store.load_history("mine")["value"].isna().tolist() == [False, True]

@@ -21,7 +21,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from hvd_estimators._util.process_identity import this_process
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import DBFSLocalStore, FilesystemStore, LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
@@ -107,13 +107,13 @@ def test_killed_processes_hold_no_lease(
     run = store.run_paths("mine")
     Lease(store, run).require_free()
     with Lease(store, run) as taken:
-        claim = holder(store, run.run_path)
+        claim = holder(store, run.run_path)[1]
         assert claim is not None
         assert claim.owner.pid == os.getpid()
         assert taken.generation == 2
         assert files_of(store) == ["lease-000002.json"]
     # The released run stays numbered.
-    assert holder(store, run.run_path) is None
+    assert holder(store, run.run_path)[1] is None
     assert files_of(store) == ["lease-000003.json"]
     assert Lease(store, run).require_free() == 3
 
@@ -216,7 +216,7 @@ def test_only_one_of_several_concurrent_fits_gets_the_lease(
     for thread in threads:
         thread.join(60)
     assert (len(got), len(refused)) == (1, number - 1)
-    assert holder(store, run.run_path) is None
+    assert holder(store, run.run_path)[1] is None
 
 
 @pytest.mark.parametrize("kind", ["local", "DBFS", "memory"])
@@ -286,3 +286,16 @@ def test_a_second_thread_is_rejected_before_the_first_heartbeat(
         pass
     assert taken == [True]
     assert not store.exists(path_of(store))
+
+
+class Outdated(LocalStore):
+    """Store whose listings are old."""
+
+    def names(self, path: str) -> list[str]:
+        return []
+
+
+def test_a_store_with_old_listings_is_an_error(tmp_path: Path) -> None:
+    store = Outdated(str(tmp_path))
+    with pytest.raises(StoreError, match=r"lease-000001.json', and does not list it"):
+        Lease(store, store.run_paths("mine")).start()
