@@ -29,7 +29,6 @@ from hvd_estimators.store.base import as_store
 from hvd_estimators.store.leases import (
     UNREADABLE,
     Heartbeat,
-    StoreClock,
     is_abandoned,
     read_lease_record,
 )
@@ -282,10 +281,10 @@ class _Registry:
         ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
         """
         self.sweep()
-        clock, deleted = StoreClock(store), []
+        deleted = []
         for index in indices:
-            may_delete = all_owners or _is_orphan(store, index, clock)
-            is_used = self._is_used(index) or (not force and _is_pinned(store, index, clock))
+            may_delete = all_owners or _is_orphan(store, index)
+            is_used = self._is_used(index) or (not force and _is_pinned(store, index))
             if may_delete and not is_used:
                 _delete_files(store, index)
                 deleted.append(index)
@@ -335,17 +334,17 @@ def _require_free_paths(store: Store, index: str) -> None:
             )
 
 
-def _is_orphan(store: Store, index: str, clock: StoreClock) -> bool:
+def _is_orphan(store: Store, index: str) -> bool:
     path = owner_path(store, index)
     record = read_lease_record(store, path)
     # A dataset of an unknown owner stays.
-    return record not in (None, UNREADABLE) and is_abandoned(store, path, record, clock)
+    return record not in (None, UNREADABLE) and is_abandoned(store, path, record)
 
 
-def _is_pinned(store: Store, index: str, clock: StoreClock) -> bool:
+def _is_pinned(store: Store, index: str) -> bool:
     """Return whether an application has pinned a dataset, according to its files."""
     return any(
-        (record := read_lease_record(store, path)) and not is_abandoned(store, path, record, clock)
+        (record := read_lease_record(store, path)) and not is_abandoned(store, path, record)
         for path in _pin_paths(store, index)
     )
 
@@ -353,7 +352,7 @@ def _is_pinned(store: Store, index: str, clock: StoreClock) -> bool:
 def _delete(store: Store, index: str) -> Literal["deleted", "pinned", "failed"]:
     """Delete a dataset, unless another application has pinned it. Does not raise."""
     try:
-        if _is_pinned(store, index, StoreClock(store)):
+        if _is_pinned(store, index):
             logger.info("The prepared dataset %s stays: another application reads it.", index)
             return "pinned"
         _delete_files(store, index)
@@ -379,9 +378,8 @@ def _delete_files(store: Store, index: str) -> None:
 def delete_orphans(store: Store) -> None:
     """Delete datasets that dead processes left behind, see `is_abandoned`."""
     try:
-        clock = StoreClock(store)
         for index in stored_indices(store):
-            if _is_orphan(store, index, clock) and not _is_pinned(store, index, clock):
+            if _is_orphan(store, index) and not _is_pinned(store, index):
                 logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:

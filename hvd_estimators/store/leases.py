@@ -48,7 +48,7 @@ import uuid
 import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Self
 
 from hvd_estimators._util.documents import parse_object
@@ -162,9 +162,7 @@ def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
         return UNREADABLE
 
 
-def is_abandoned(
-    store: Files, path: str, record: LeaseRecord, clock: StoreClock | None = None
-) -> bool:
+def is_abandoned(store: Files, path: str, record: LeaseRecord, *, may_write: bool = True) -> bool:
     """Return whether the owner of a lease is known to be dead.
 
     Parameters
@@ -175,9 +173,9 @@ def is_abandoned(
         The file of the lease record.
     record : LeaseRecord
         The record that was read from the file.
-    clock : StoreClock, optional
-        Determines the age of the heartbeat. Pass one when checking many leases, because each clock
-        queries the store.
+    may_write : bool
+        Whether to write a probe file for the store's time. Otherwise this machine's clock counts as
+        the store's.
 
     Returns
     -------
@@ -190,48 +188,30 @@ def is_abandoned(
         return False
     if is_here(record.owner):
         return (bool(record.token) and record.owner == this_process()) or is_dead(record.owner)
-    age = (clock or StoreClock(store)).age(path, record)
+    age = _age(store, path, record, may_write)
     return age is not None and age > STALE_SECONDS
 
 
-class StoreClock:
-    """Age of heartbeats, by the store's clock if it has one.
+def _age(store: Files, path: str, record: LeaseRecord, may_write: bool) -> float | None:
+    """Return the seconds since a lease record was last written, or None if unknown."""
+    written, now = store.modified(path), _utc()
+    if written is None:
+        return None if record.beaten is None else (now - record.beaten).total_seconds()
+    if may_write:
+        now = _store_time(store, posixpath.dirname(path)) or now
+    return (now - written).total_seconds()
 
-    The clock queries the store once, at first use, by writing a probe file and reading its
-    modification time. Create a new clock for each round of checks.
 
-    Parameters
-    ----------
-    store : Files
-        The store of the lease records.
-    may_write : bool
-        If False, no probe is written, and this machine's clock counts as the store's.
-    """
-
-    def __init__(self, store: Files, *, may_write: bool = True) -> None:
-        self._store = store
-        # How far the store's clock is ahead of this machine's.
-        self._ahead = None if may_write else timedelta()
-
-    def age(self, path: str, record: LeaseRecord) -> float | None:
-        """Return the seconds since a lease record was last written, or None if unknown."""
-        written, now = self._store.modified(path), _utc()
-        if written is None:
-            return None if record.beaten is None else (now - record.beaten).total_seconds()
-        if self._ahead is None:
-            self._ahead = self._probe(posixpath.dirname(path))
-        return (now + self._ahead - written).total_seconds()
-
-    def _probe(self, folder: str) -> timedelta:
-        path = f"{folder}/.clock-{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):
-            try:
-                self._store.write_text(path, "")
-                written = self._store.modified(path)
-                return timedelta() if written is None else written - _utc()
-            finally:
-                self._store.delete(path)
-        return timedelta()
+def _store_time(store: Files, folder: str) -> datetime | None:
+    """Return the time by the store's clock, from a file that is written now."""
+    path = f"{folder}/.clock-{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        try:
+            store.write_text(path, "")
+            return store.modified(path)
+        finally:
+            store.delete(path)
+    return None
 
 
 class Heartbeat:
@@ -421,14 +401,14 @@ def _generations(names: Collection[str]) -> list[int]:
 
 
 def holder(
-    store: Files, run_path: str, clock: StoreClock | None = None
+    store: Files, run_path: str, *, may_write: bool = True
 ) -> tuple[int, LeaseRecord | None]:
     """Return a run's greatest generation and the record of its live owner; None if it is free."""
     generation, record = newest_lease(store, run_path)
     if record is None or record.is_released:
         return generation, None
     path = lease_path(run_path, generation)
-    return generation, None if is_abandoned(store, path, record, clock) else record
+    return generation, None if is_abandoned(store, path, record, may_write=may_write) else record
 
 
 class Lease(Heartbeat):

@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import JobCancelledError
 from hvd_estimators.fitting import restarts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.store.leases import holder
+from hvd_estimators.store.leases import holder, lease_path
 from hvd_estimators.store.runs import read_metadata
 
 PROGRAM = "import interrupted_job; interrupted_job.main()"
@@ -59,7 +59,10 @@ def left_over(store: Any) -> list[str]:
     kept = store.get_checkpoints("asked")
     names = {Path(path).name for path in kept} | {Path(path).stem + ".json" for path in kept}
     found = [path for path in Path(run_path).rglob("*") if path.is_file()]
-    belongs = {*names, "metadata.json", "history.json"}
+    generation, owner = holder(store, run_path)
+    assert owner is None
+    released = Path(lease_path(run_path, generation)).name
+    belongs = {*names, "metadata.json", "history.json", released}
     return [
         str(path)
         for path in found
