@@ -25,6 +25,9 @@ from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.launch.warm.server import NAME
 
 
+PATIENCE = 60 * float(os.environ.get("HVD_TEST_PATIENCE", "1"))
+
+
 def hold_the_lock(folder: str) -> None:
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     partial = Path(folder, f"{os.environ['HOROVOD_RANK']}.partial")
@@ -56,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> float:
     """Return the seconds until a condition holds."""
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < 60, "waited too long"
+        assert time.monotonic() - started < PATIENCE, "waited too long"
         time.sleep(0.02)
     return time.monotonic() - started
 
