@@ -24,7 +24,6 @@ from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.launch.warm.server import NAME
 
-
 PATIENCE = 60 * float(os.environ.get("HVD_TEST_PATIENCE", "1"))
 
 
