@@ -132,7 +132,7 @@ $(STAMP_DEMO): | tools
 
 $(STAMP): | compiler $(STAMP_DEMO)
 	@$(if $(READER),,echo "== .venv: without Petastorm, which Python $(PYTHON_VERSION) cannot have; PyArrow reads alone")
-	$(call rest,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(if $(READER),$(comma)petastorm),$(READER) $(LIBRARIES))
+	$(call rest,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(comma)$(if $(READER),petastorm,connect),$(READER) $(LIBRARIES))
 
 $(STAMP_MODERN): | compiler
 	$(call base,.venv-modern,constraints/modern.txt)

@@ -25,8 +25,8 @@ def why_no_connect() -> str:
     """Return the missing requirement of Spark Connect, or an empty string."""
     if not any(_SPARK.glob("jars/spark-connect_*.jar")):
         return "this PySpark comes without the server of Spark Connect"
-    if importlib.util.find_spec("grpc") is None:
-        return "grpcio, which pyspark[connect] brings, is missing"
+    if importlib.util.find_spec("grpc_status") is None:
+        return "grpcio-status, which pyspark[connect] brings, is missing"
     return ""
 
 

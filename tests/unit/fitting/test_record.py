@@ -8,6 +8,7 @@ import logging
 import math
 import queue
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +118,7 @@ def test_runs_are_noted_during_training_and_at_the_end(
     assert notes["row_order"] == {"canonical_shards": 3, "random_seed": 7}
     assert (notes["num_ranks"], notes["params"]["epochs"]) == (2, 4)
     assert notes["params"]["model"] == "torch.nn.modules.linear.Linear"
-    assert notes["versions"]["torch"] == torch.__version__
+    assert notes["versions"]["torch"] == version("torch")
     assert [fit["state"] for fit in notes["fits"]] == ["finished"]
     # Numbers that all JSON readers accept.
     text = Path(info.path, "history.json").read_text()
