@@ -6,6 +6,7 @@ TensorBoard's own file writer imports TensorFlow if that is installed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import socket
@@ -27,10 +28,11 @@ _RATES = ("learning_rate", "rows_per_second")
 
 
 class TensorBoardLogger(Logger):
-    """Logger of scalars and hyperparameters to a run's logs in the store.
+    """Logger of scalars and hyperparameters to a run's logs in the store, from the first epoch on.
 
-    TensorBoard hides scalars of the run's first epoch and later ones that an interrupted part of
-    the run has written. Nothing is written if the package ``tensorboard`` is not installed.
+    A fit that fails before then changes no file. TensorBoard hides scalars of this epoch and later
+    ones that an interrupted part of the run has written. Nothing is written if the package
+    ``tensorboard`` is not installed.
 
     Parameters
     ----------
@@ -47,17 +49,22 @@ class TensorBoardLogger(Logger):
         self._directory = SyncedDirectory(store, path, fetch=False)
         self._only_rates = only_rates
         self._stack = contextlib.ExitStack()
+        self._run: LoggedRun | None = None
         self._writer: Any = None
         self._session_writer: Any = None
 
     def start(self, run: LoggedRun) -> None:
-        """Open the files, and write the run's hyperparameters."""
-        try:
-            from tensorboard.compat.proto.event_pb2 import SessionLog
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError:
+        """Look for the package ``tensorboard``."""
+        if importlib.util.find_spec("tensorboard") is None:
             logger.info("No TensorBoard logs: the tensorboard package is not installed.")
-            return
+        else:
+            self._run = run
+
+    def _open(self, run: LoggedRun) -> None:
+        """Open the files, and write the run's hyperparameters."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         with contextlib.ExitStack() as stack:
             directory = Path(str(stack.enter_context(self._directory).path))
             directory.mkdir(parents=True, exist_ok=True)
@@ -78,10 +85,12 @@ class TensorBoardLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], epoch: int) -> None:
         """Write scalars with tags such as ``train/loss``."""
-        if self._writer is None:
+        if self._run is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if self._writer is None:
+            self._open(self._run)
         values = [
             Summary.Value(tag=_tag(name), simple_value=value)
             for name, value in metrics.items()

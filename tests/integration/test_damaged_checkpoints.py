@@ -48,9 +48,10 @@ def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def files_of(folder: str) -> dict[str, bytes]:
-    """Return the files of a run except the notes on its fits, as one fit has failed."""
+    """Return the files of a run except its lease and the notes on its fits, as one has failed."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in paths if path.name != "metadata.json"}
+    notes = ("metadata", "lease-")
+    return {str(path): path.read_bytes() for path in paths if not path.name.startswith(notes)}
 
 
 @pytest.fixture
