@@ -483,9 +483,9 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """Create the record of this fit, which is updated while the ranks train."""
         mlflow = self._mlflow_logger(noted_params(self, only_set=True))
         optional: list[Logger] = [] if mlflow is None else [mlflow]
-        # Lightning has its own loggers.
-        has_loggers, logs = "loggers" in self._declarations, spec.run.logs_path
-        if has_loggers and logs is not None:
+        required = [] if self._ranks_log else self.getOrDefault("loggers")
+        logs = spec.run.logs_path
+        if logs is not None and not self._ranks_log:
             optional.append(TensorBoardLogger(spec.store, logs, self._has_own_tensorboard()))
         logged = LoggedRun(
             run_id=run.paths.run_id,
@@ -493,7 +493,6 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             epoch=run.epochs_done,
             hyperparameters=hyperparameters(self, self._learning_rates(trial)),
         )
-        required = self.getOrDefault("loggers") if has_loggers else ()
         loggers = RunLoggers(logged, required, optional)
         return RunRecord(run, start_note(self, run, spec), loggers, mlflow)
 

@@ -46,6 +46,9 @@ class EstimatorHooks(
     _model_class: ClassVar[type | None] = None
     """Class of the models that functions build; None if ``model`` cannot be such a function."""
 
+    _ranks_log: ClassVar[bool] = False
+    """True for Lightning, whose own loggers run on the ranks."""
+
     _upstream_names: ClassVar[bool] = False
     """True for the names of ``horovod.spark``: "group_0_label" for a metric, and no column
     "prediction"."""

@@ -106,6 +106,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     """
 
     _framework = "lightning"
+    _ranks_log = True
 
     def _can_dry_run(self) -> bool:
         # The user's data module determines the form of batches.
