@@ -138,9 +138,7 @@ def _connect(kind: str, use_gpu: bool = True) -> Collectives:
         collectives = Collectives(group, places, "Horovod", uses_nccl)
     else:
         if is_own:
-            nccl = use_gpu and dist.is_nccl_available()
-            nccl = nccl and _have_own_gpus(store, places)
-            _make_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store, places.rank, places.size)
+            _make_group(store, places, use_gpu)
         places = Places(dist.get_rank(), dist.get_world_size(), *places[2:])
         uses_nccl = "nccl" in dist.get_backend()
         group = dist.group.WORLD
@@ -189,12 +187,13 @@ def _have_own_gpus(store: Any, places: Places) -> bool:
     return len(gpus) == size and b"" not in gpus
 
 
-def _make_group(backend: str, store: Any, rank: int, size: int) -> None:
+def _make_group(store: Any, places: Places, use_gpu: bool) -> None:
     """Make the default group, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
 
     Gloo's own limit would also apply to operations. An operation may take as long as the slowest
     rank needs.
     """
+    rank, size = places.rank, places.size
     given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
     seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
     connected: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -204,6 +203,9 @@ def _make_group(backend: str, store: Any, rank: int, size: int) -> None:
 
     def connect() -> None:
         try:
+            # This waits for the other ranks, too.
+            nccl = use_gpu and dist.is_nccl_available() and _have_own_gpus(store, places)
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
             )

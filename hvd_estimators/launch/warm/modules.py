@@ -7,9 +7,9 @@ import sys
 import types
 from collections.abc import Collection, Iterator
 
-# What a trainer imports when it opens its data and its log. Petastorm imports pandas. A module that
-# is not installed is skipped.
-_OPENED = ("hvd_estimators.loading.petastorm", "tensorboard.summary.writer.record_writer")
+# What a trainer imports when it opens its data. With its first array, PyArrow imports pandas, if
+# that is installed. A module that is not installed is skipped.
+_OPENED = ("hvd_estimators.loading.petastorm", "pandas", "fsspec.implementations.local")
 
 _WITH_TORCH = (
     *_OPENED,
@@ -27,6 +27,7 @@ _MODULES = {
     "hvd_estimators.lightning.trainer": (
         *("hvd_estimators.lightning.trainer", *_WITH_TORCH, *_LIGHTNING),
         "s3fs",  # imported by Lightning to ask whether a path is in an object store
+        "tensorboard.summary.writer.record_writer",
     ),
     "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", *_WITH_TORCH),
     "horovod.keras": ("horovod.keras",),

@@ -30,7 +30,7 @@ print(LocalBackend(2, warm_start=False).run(total))
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("unshare") is None,
+    sys.platform != "linux" or os.geteuid() != 0 or None in map(shutil.which, ("unshare", "ip")),
     reason="only root can make a network namespace, with Linux's unshare",
 )
 def test_ranks_reduce_on_the_loopback_of_ipv6() -> None:

@@ -254,8 +254,11 @@ def listening_addresses() -> set[str]:
         }
 
 
-def test_ranks_wait_for_others_to_connect_for_a_limited_time() -> None:
+@pytest.mark.parametrize("has_nccl", [False, True])
+def test_ranks_wait_for_others_to_connect_for_a_limited_time(has_nccl: bool) -> None:
     def meet() -> None:
+        # Where torch has NCCL, ranks first exchange which GPUs they have.
+        torch.distributed.is_nccl_available = lambda: has_nccl
         if os.environ["HOROVOD_RANK"] == "1":
             time.sleep(60)
         with session("torch"):
