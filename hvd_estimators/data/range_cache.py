@@ -25,6 +25,10 @@ Others belong to earlier fits, or to processes that were killed while they wrote
 """
 
 
+_SHARE = 64
+"""A process looks at the folder again after it has written this part of the maximum size."""
+
+
 class RangeCache:
     """Folder with a file per byte range. A range that is not there is fetched and written.
 
@@ -48,6 +52,7 @@ class RangeCache:
         self._modified: dict[str, str] = {}
         self._lock = threading.Lock()
         self._is_usable: bool | None = None
+        self._room = 0
 
     def get(
         self, path: str, checksum: int, start: int, stop: int, fetch: Callable[[int, int], bytes]
@@ -76,8 +81,13 @@ class RangeCache:
             return data
         fetched = fetch(start, stop)
         with self._lock, self._failures():
-            if self._fits(len(fetched)):
+            if len(fetched) > self._room:
+                # Other ranks write, too, so only a part of the room is this rank's.
+                share = max(len(fetched), self._max_bytes // _SHARE)
+                self._room = min(self._room_for(len(fetched)), share)
+            if len(fetched) <= self._room:
                 self._write(entry, fetched)
+                self._room -= len(fetched)
         return fetched
 
     def _can_use(self) -> bool:
@@ -109,8 +119,8 @@ class RangeCache:
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError("other users may write to it")
 
-    def _fits(self, size: int) -> bool:
-        """Return whether more bytes fit; delete files of earlier fits if necessary."""
+    def _room_for(self, size: int) -> int:
+        """Return the bytes that are free; delete files of earlier fits if a size does not fit."""
         total = size
         unused = []
         for file in os.scandir(self._folder):
@@ -125,7 +135,7 @@ class RangeCache:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             total -= freed
-        return total <= self._max_bytes
+        return self._max_bytes - total + size
 
     def _write(self, entry: str, data: bytes) -> None:
         descriptor, temporary = tempfile.mkstemp(prefix="writing-", dir=self._folder)
