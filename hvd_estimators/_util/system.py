@@ -35,7 +35,7 @@ def available_cores() -> int:
 def memory_file() -> IO[bytes]:
     """Open an in-memory file; an unnamed temporary file if the system has none."""
     if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("hvd-estimators-call"), "w+b")
+        return os.fdopen(os.memfd_create("hvd-estimators"), "w+b")
     return tempfile.TemporaryFile()
 
 

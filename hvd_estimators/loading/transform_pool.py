@@ -2,8 +2,8 @@
 
 The rank sends rows to the workers in turn, and takes the results in the same order. A worker is
 connected by a pipe, so no port is open. It ends with the pipe, also if the rank is killed.
-Processes of ``concurrent.futures`` would survive, because each holds both ends of a queue. On
-Linux, results come through shared memory without a file, so the rank does not copy them.
+Processes of ``concurrent.futures`` would survive, because each holds both ends of a queue.
+Results come through shared memory, so the rank does not copy them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import mmap
 import multiprocessing
-import os
 import pickle
 import queue
 import random
@@ -30,7 +29,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_estimators._util.system import signal_of
+from hvd_estimators._util.system import memory_file, signal_of
 from hvd_estimators._util.unpickle_imports import first_imports, loads
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ReaderError
@@ -170,13 +169,10 @@ class _Worker:
         )
         self.process.start()
         there.close()
-        self._memory: mmap.mmap | None = None
-        if hasattr(os, "memfd_create"):
-            file = os.memfd_create("hvd_estimators transformation")
-            os.ftruncate(file, _SLOTS * _SLOT_BYTES)
-            self._memory = mmap.mmap(file, 0)
-            reduction.send_handle(self._connection, file, self.process.pid)
-            os.close(file)
+        with memory_file() as file:
+            file.truncate(_SLOTS * _SLOT_BYTES)
+            self._memory = mmap.mmap(file.fileno(), 0)
+            reduction.send_handle(self._connection, file.fileno(), self.process.pid)
         # Each function returns what uses a slot, or None.
         self._users: list[Callable[[], Any]] = [lambda: None] * _SLOTS
         self._slots: deque[int | None] = deque()
@@ -184,7 +180,7 @@ class _Worker:
     def send(self, piece: Piece) -> None:
         """Send a piece, with a free slot for its result."""
         free = (slot for slot, user in enumerate(self._users) if user() is None)
-        slot = next(free, None) if self._memory else None
+        slot = next(free, None)
         if slot is not None:
             self._users[slot] = lambda: self
         self._slots.append(slot)
@@ -197,7 +193,7 @@ class _Worker:
         """Return the next result; its arrays may be in a slot, which is free again without them."""
         slot = self._slots.popleft()
         memory = None
-        if slot is not None and self._memory is not None:
+        if slot is not None:
             # The arrays of the result are views of this one and keep it alive.
             memory = np.frombuffer(self._memory, np.uint8, _SLOT_BYTES, slot * _SLOT_BYTES)
             self._users[slot] = weakref.ref(memory)
@@ -250,13 +246,11 @@ def _read(connection: Connection, memory: Array | None = None) -> Any:
 def _work(connection: Connection, sent: bytes) -> None:
     """Transform pieces until the rank closes the connection. Runs in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    slots: Array | None = None
     try:
-        if hasattr(os, "memfd_create"):
-            memory = mmap.mmap(reduction.recv_handle(connection), 0)
-            slots = np.frombuffer(memory, np.uint8).reshape(_SLOTS, _SLOT_BYTES)
+        memory = mmap.mmap(reduction.recv_handle(connection), 0)
     except (OSError, RuntimeError):  # The rank has ended.
         return
+    slots = np.frombuffer(memory, np.uint8).reshape(_SLOTS, _SLOT_BYTES)
     pieces: queue.SimpleQueue[tuple[Piece, int | None] | None] = queue.SimpleQueue()
     # Pieces are received while a large result is sent. Otherwise, both sides might wait to send.
     threading.Thread(target=_receive_pieces, args=(connection, pieces), daemon=True).start()
@@ -271,7 +265,7 @@ def _work(connection: Connection, sent: bytes) -> None:
         except Exception as error:
             result = _portable(error)
         try:
-            _write(connection, result, None if slots is None or slot is None else slots[slot])
+            _write(connection, result, None if slot is None else slots[slot])
         except (BrokenPipeError, ConnectionError):
             return
 

@@ -34,7 +34,6 @@ WITH_FALLBACKS = {
     "launch/rank/guardian.py": "forks of one thread, where forks are safe",
     "launch/warm/client.py": "has_warm_start_calls switches it off",
     "launch/warm/server.py": "has_warm_start_calls switches it off",
-    "loading/transform_pool.py": "results come through the pipe",
 }
 
 
