@@ -493,7 +493,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             epoch=run.epochs_done,
             hyperparameters=hyperparameters(self, self._learning_rates(trial)),
         )
-        loggers = RunLoggers(logged, required, optional)
+        loggers = RunLoggers(logged, required, optional, is_resumed=run.newest is not None)
         return RunRecord(run, start_note(self, run, spec), loggers, mlflow)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:

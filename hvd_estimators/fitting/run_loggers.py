@@ -39,12 +39,20 @@ class RunLoggers:
         fit uses copies.
     optional : sequence of Logger
         Loggers that only cause a warning if they do not start, and are not waited for.
+    is_resumed : bool
+        Whether the run has a checkpoint, also one within its first epoch. Required loggers that do
+        not start then cause a warning, too, as the run may have trained for long.
     """
 
     def __init__(
-        self, run: LoggedRun, required: Sequence[Logger] = (), optional: Sequence[Logger] = ()
+        self,
+        run: LoggedRun,
+        required: Sequence[Logger] = (),
+        optional: Sequence[Logger] = (),
+        is_resumed: bool = False,
     ) -> None:
         self._run = run
+        self._is_resumed = is_resumed
         self._optional = optional
         self._threads = [_LoggerThread(copy.copy(entry), False) for entry in required]
 
@@ -56,15 +64,14 @@ class RunLoggers:
         DependencyError
             If a required logger of a new run needs a package that is not installed.
         LoggerError
-            If a required logger of a new run does not start for another reason. A run that has
-            trained before is resumed without it, with a warning.
+            If a required logger of a new run does not start for another reason.
         """
         started = [thread.call("start", self._run) for thread in self._threads]
         for thread, future in zip(self._threads, started, strict=True):
             error = _start_error(thread.name, future)
             if error is not None:
                 thread.is_ignored = True
-                if not self._run.epoch:
+                if not self._is_resumed:
                     self.finish("failed")
                     raise error
                 logger.warning("%s The run resumes without this logger.", error)

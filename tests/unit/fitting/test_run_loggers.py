@@ -48,8 +48,13 @@ def run_from(epoch: int = 0) -> LoggedRun:
     return LoggedRun("first", "0123456789" * 4, epoch, {"batch_size": 8, "shuffle": False})
 
 
-def started(*required: Logger, optional: tuple[Logger, ...] = (), epoch: int = 0) -> RunLoggers:
-    loggers = RunLoggers(run_from(epoch), required, optional)
+def started(
+    *required: Logger,
+    optional: tuple[Logger, ...] = (),
+    epoch: int = 0,
+    is_resumed: bool = False,
+) -> RunLoggers:
+    loggers = RunLoggers(run_from(epoch), required, optional, is_resumed)
     loggers.start()
     return loggers
 
@@ -123,13 +128,15 @@ def test_a_new_run_fails_if_a_logger_does_not_start(monkeypatch: pytest.MonkeyPa
     waiting.waits.set()
 
 
+# A run may resume within its first epoch.
+@pytest.mark.parametrize("epoch", [0, 1])
 def test_a_resumed_run_warns_of_a_logger_that_does_not_start(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, epoch: int
 ) -> None:
     others = Recorder()
     wrong = Recorder("start", ConnectionError("https://user:secret@host is down"))
-    loggers = started(wrong, others, epoch=1)
-    loggers.log(epochs(1))
+    loggers = started(wrong, others, epoch=epoch, is_resumed=True)
+    loggers.log(epochs(epoch))
     loggers.finish("finished")
     assert [call[0] for call in others.calls] == ["start", "log_metrics", "finish"]
     assert [call[0] for call in wrong.calls] == ["start"]
