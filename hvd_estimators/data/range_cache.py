@@ -52,7 +52,7 @@ class RangeCache:
         self._modified: dict[str, str] = {}
         self._lock = threading.Lock()
         self._is_usable: bool | None = None
-        self._room = 0
+        self._free = 0
 
     def get(
         self, path: str, checksum: int, start: int, stop: int, fetch: Callable[[int, int], bytes]
@@ -81,13 +81,13 @@ class RangeCache:
             return data
         fetched = fetch(start, stop)
         with self._lock, self._failures():
-            if len(fetched) > self._room:
-                # Other ranks write, too, so only a part of the room is this rank's.
+            if len(fetched) > self._free:
+                # Other ranks write, too, so only a part of what is free is this rank's.
                 share = max(len(fetched), self._max_bytes // _SHARE)
-                self._room = min(self._room_for(len(fetched)), share)
-            if len(fetched) <= self._room:
+                self._free = min(self._free_for(len(fetched)), share)
+            if len(fetched) <= self._free:
                 self._write(entry, fetched)
-                self._room -= len(fetched)
+                self._free -= len(fetched)
         return fetched
 
     def _can_use(self) -> bool:
@@ -119,7 +119,7 @@ class RangeCache:
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError("other users may write to it")
 
-    def _room_for(self, size: int) -> int:
+    def _free_for(self, size: int) -> int:
         """Return the bytes that are free; delete files of earlier fits if a size does not fit."""
         total = size
         unused = []
