@@ -483,7 +483,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """Create the record of this fit, which is updated while the ranks train."""
         mlflow = self._mlflow_logger(noted_params(self, only_set=True))
         optional: list[Logger] = [] if mlflow is None else [mlflow]
-        required = [] if self._ranks_log else self.getOrDefault("loggers")
+        required = self.getOrDefault("loggers") if self.hasParam("loggers") else []
         logs = spec.run.logs_path
         if logs is not None and not self._ranks_log:
             optional.append(TensorBoardLogger(spec.store, logs, self._has_own_tensorboard()))
