@@ -33,8 +33,22 @@ class HorovodCollectives(Collectives):
 
     def sum(self, tensor: Any, name: str) -> Any:
         """Return the sum of a tensor over the ranks."""
+        if not tf.executing_eagerly():
+            tensor = self._unfoldable(tf.convert_to_tensor(tensor))
         # The name is the same in every function or branch that traces the operation.
         return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name, ignore_name_scope=True)
+
+    def _unfoldable(self, tensor: Any) -> Any:
+        """Return the tensor as one that TensorFlow's optimizers of graphs take for no constant.
+
+        They would run a sum of constants only once, and the ranks on which it is none would wait
+        in the next one. The number of rows, for example, is a constant on some ranks only.
+        """
+        # Its operation is stateful. TensorFlow would find out the shape of a variable reshape.
+        zero = tf.minimum(self._hvd.size_op(), 0)
+        # Shares the tensor's memory, because the slice is the whole tensor.
+        flat = tf.slice(tf.reshape(tensor, (-1,)), [zero], [-1])
+        return tf.reshape(flat, tf.shape(tensor))
 
     def sum_array(self, array: Array, name: str) -> Array:
         """Return the sum of an array over the ranks."""
