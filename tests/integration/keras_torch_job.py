@@ -212,8 +212,11 @@ def resumes_within_epochs_and_on_fewer_ranks(store: Any) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            CASES.get(name, over_horovod)(LocalStore(folder))
-        print("passed", name, flush=True)
-    end_shared_ranks()
+    try:
+        for name in sys.argv[1:] or CASES:
+            with tempfile.TemporaryDirectory() as folder:
+                CASES.get(name, over_horovod)(LocalStore(folder))
+            print("passed", name, flush=True)
+    finally:
+        # This program would wait for them.
+        end_shared_ranks()

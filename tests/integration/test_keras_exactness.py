@@ -40,7 +40,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 def in_ci(kind: str, situation: str) -> str:
     """Return the collectives of a cell in CI: each kind and each situation has both."""
-    return COLLECTIVES[([*KINDS].index(kind) + [*SITUATIONS].index(situation)) % 2]
+    # With an empty batch, the weight in a sum is a constant on one rank only. Horovod takes it.
+    shift = kind == "sum"
+    return COLLECTIVES[([*KINDS].index(kind) + [*SITUATIONS].index(situation) + shift) % 2]
 
 
 @pytest.mark.parametrize(
