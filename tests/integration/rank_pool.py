@@ -25,6 +25,8 @@ _IMPORTED = {
     "keras": ("hvd_estimators.keras.trainer", "keras"),
 }
 
+_SECONDS_TO_END = 20
+
 
 class StandingBackend(Backend):
     """Backend that runs every call in the same processes; a context manager.
@@ -57,6 +59,9 @@ class StandingBackend(Backend):
 
     def __exit__(self, *_: object) -> None:
         _publish(self.directory / f"call-{self._calls}", b"")
+        self._thread.join(timeout=_SECONDS_TO_END)
+        # Ranks that still wait for others, after a call that failed.
+        _publish(self.directory / "end", b"")
         self._thread.join()
 
     def num_processes(self) -> int:
@@ -100,6 +105,7 @@ def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
         hvd.init()
         # Ranks that shut down and return would find each other's old addresses.
         hvd.shutdown = lambda: None
+    threading.Thread(target=_end_if_told, args=(Path(directory),), daemon=True).start()
     rank = os.environ["HOROVOD_RANK"]
     for call in range(1_000_000):
         path = Path(directory) / f"call-{call}"
@@ -114,6 +120,12 @@ def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
         except Exception:
             answer = ("error", traceback.format_exc())
         _publish(Path(directory) / f"answer-{call}-{rank}", cloudpickle.dumps(answer))
+
+
+def _end_if_told(directory: Path) -> None:
+    while not (directory / "end").exists():
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _publish(path: Path, content: bytes) -> None:
