@@ -39,14 +39,16 @@ class HorovodCollectives(Collectives):
         return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name, ignore_name_scope=True)
 
     def _unfoldable(self, tensor: Any) -> Any:
-        """Return the tensor as one that TensorFlow's optimizers of graphs take for no constant.
+        """Return the tensor in a form that TensorFlow's optimizers never take for a constant.
 
-        They would run a sum of constants only once, and the ranks on which it is none would wait
-        in the next one. The number of rows, for example, is a constant on some ranks only.
+        They evaluate operations on constants once, also Horovod's, which do not declare that they
+        are stateful. The number of rows, for example, is a constant only on ranks whose batches
+        are all of one size. The other ranks would wait for its sum in vain.
         """
-        # Its operation is stateful. TensorFlow would find out the shape of a variable reshape.
+        # The size's operation is stateful. A reshape in place of the slice would not do: optimizers
+        # remove it where they can infer that it keeps the shape.
         zero = tf.minimum(self._hvd.size_op(), 0)
-        # Shares the tensor's memory, because the slice is the whole tensor.
+        # The slice is the whole tensor and shares its memory.
         flat = tf.slice(tf.reshape(tensor, (-1,)), [zero], [-1])
         return tf.reshape(flat, tf.shape(tensor))
 

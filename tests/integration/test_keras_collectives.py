@@ -55,7 +55,9 @@ def run_steps(collectives: str) -> list[Any]:
         def step(number: Any) -> Any:
             own = number if connected.rank == 0 else tf.constant(1.0)
             sums = {
-                (shape, dtype): sum_tensors(tf.cast(tf.fill(shape, own), dtype), f"{len(shape)}.{dtype}")
+                (shape, dtype): sum_tensors(
+                    tf.cast(tf.fill(shape, own), dtype), f"{len(shape)}.{dtype}"
+                )
                 for shape in SHAPES
                 for dtype in TYPES
             }
