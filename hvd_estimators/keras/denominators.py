@@ -46,6 +46,11 @@ class LossDenominators:
     may_be_empty : bool
         Whether batches may have no rows. Metrics then ignore such batches, whose mean is NaN.
         The metrics must be built.
+
+    Attributes
+    ----------
+    equal_validation : bool
+        Whether all ranks validate on the same number of batches.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class LossDenominators:
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
         self.may_be_empty = may_be_empty
+        self.equal_validation = True
         self._averagers = averagers
         self._passes = passes
         self._full = full
@@ -71,6 +77,7 @@ class LossDenominators:
         self._is_training = False
         # Losses of the step that is traced, and those among them that are no means over rows.
         self._calls = self._other_sums = 0
+        self._has_sum = False
         self._after: list[Any] = []
         self._denominator: Any = None
 
@@ -160,6 +167,7 @@ class LossDenominators:
             for averager in self._averagers:
                 averager.weight = self._weight / self._full
         self._calls = self._other_sums = 0
+        self._has_sum = False
         self._after, self._denominator = [], None
         try:
             with self._weighting_trackers(), self._scaling_losses():
@@ -173,6 +181,14 @@ class LossDenominators:
                 "mask, ignored classes, a denominator, or reduction='sum'. Set "
                 "backward_passes_per_step=1, and resume on the number of ranks that started the "
                 "run."
+            )
+        if not self.equal_validation and (self._has_sum or (self._other_sums and self._calls > 1)):
+            # Test steps sum over the ranks for these losses, also those of training.
+            raise ParamError(
+                "loss: reduction='sum', and several losses if one of them has a mask, ignored "
+                "classes or a denominator, need as many validation batches on each rank, and some "
+                "ranks have fewer rows than batches. Set val_batch_size to 2 or more, with at "
+                "least one validation row per rank; or train without validation."
             )
 
     def _scaled(
@@ -215,6 +231,7 @@ class LossDenominators:
 
     def _sum(self, value: Any) -> Any:
         self._other_sums += 1
+        self._has_sum = True
         if self._is_training and self._passes > 1:
             raise ParamError(
                 "loss: reduction='sum' needs a step of one batch of each rank. Set "

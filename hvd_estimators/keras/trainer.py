@@ -275,6 +275,9 @@ class _Trainer:
             vars(model)["_get_metrics_result_or_logs"] = lambda logs: logs
         model.test_step = reading_first(model.test_step)
         has_validation = spec.data.val_plan is not None
+        if has_validation:
+            counts = exchange.gather(data.num_val_batches(), "hvd_estimators.validation_batches")
+            self.denominators.equal_validation = len(set(counts)) == 1
         validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)
         resumed = None
         if self.restored is not None and rows:

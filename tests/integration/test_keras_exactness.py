@@ -101,6 +101,43 @@ def test_validation_matches_one_process_and_the_rate_is_unscaled(
     ]
 
 
+def summed_estimator(store: Any, collectives: str, val_rows: int, val_batch_size: int) -> Any:
+    write_rows(Path(store.get_train_data_path()), 16)
+    write_rows(Path(store.get_val_data_path()), val_rows, seed=1)
+    return pooled_estimator(
+        store,
+        2,
+        loss=keras.losses.MeanSquaredError(reduction="sum"),
+        optimizer=keras.optimizers.SGD(0.001),
+        batch_size=4,
+        validation=0.5,
+        val_batch_size=val_batch_size,
+        collectives=collectives,
+    )
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+def test_a_sum_is_validated_on_equal_numbers_of_batches(store: Any, collectives: str) -> None:
+    fitted = summed_estimator(store, collectives, val_rows=7, val_batch_size=2).fit_on_parquet()
+    held_out = write_rows(Path(store.get_val_data_path()), 7, seed=1)
+    guess = fitted.getModel().predict(held_out["features"], verbose=0)[:, 0]
+    errors = (guess - held_out["label"]) ** 2
+    # Keras weights the sums of the global batches by their rows.
+    total = sum(len(rows) * errors[rows].sum() for rows in global_batches(7, 2, 2))
+    assert fitted.getHistory()["val_loss"] == [pytest.approx(total / 7, rel=1e-5)]
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+@pytest.mark.parametrize("val_rows", [1, 3])
+def test_a_sum_is_an_error_if_a_rank_has_fewer_validation_batches(
+    store: Any, val_rows: int, collectives: str
+) -> None:
+    estimator = summed_estimator(store, collectives, val_rows, val_batch_size=1)
+    # The shared ranks' error.
+    with pytest.raises(AssertionError, match=r"ParamError: loss: .* Set val_batch_size to 2"):
+        estimator.fit_on_parquet()
+
+
 class Noted(keras.layers.Layer):
     """Layer that records a rank's dropout mask in each step."""
 
