@@ -183,7 +183,7 @@ class LossDenominators:
                 "run."
             )
         if not self.equal_validation and (self._has_sum or (self._other_sums and self._calls > 1)):
-            # Test steps sum over the ranks for these losses, also those of training.
+            # The ranks sum in each test step with such losses. The first training step raises, too.
             raise ParamError(
                 "loss: reduction='sum', and several losses if one of them has a mask, ignored "
                 "classes or a denominator, need as many validation batches on each rank, and some "
