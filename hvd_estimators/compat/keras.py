@@ -8,4 +8,4 @@ from hvd_estimators.keras.estimator import KerasEstimator as NativeEstimator
 class KerasEstimator(NativeEstimator):
     """The estimator, whose models add no column ``prediction`` by default."""
 
-    _upstream_names = True
+    upstream_names = True

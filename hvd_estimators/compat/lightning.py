@@ -13,24 +13,21 @@ from lightning_utilities.core.imports import module_available
 from hvd_estimators.compat.epoch_ends import EPOCH_END_HOOKS, EpochEnds
 from hvd_estimators.compat.torch import TorchEstimator as PlainEstimator
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.framework import Fittable
 from hvd_estimators.lightning.estimator import LightningEstimator as NativeEstimator
+from hvd_estimators.lightning.framework import LightningFramework
 from hvd_estimators.lightning.package import flavor_of, is_lightning, of_flavor
 from hvd_estimators.torch.serialization import plain_module
 
 MIN_PL_VERSION = "2.0.0"
 
 
-class TorchEstimator(NativeEstimator):
-    """The estimator, with ``horovod.spark``'s columns and names of metrics.
+class CompatFramework(LightningFramework):
+    """Lightning's part of a fit, which also trains modules with hooks of Lightning 1."""
 
-    A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.
-    `hvd_estimators.compat.torch.TorchEstimator` trains a plain ``torch.nn.Module``.
-    """
-
-    _upstream_names = True
-
-    def _with_objects(self) -> Any:
-        estimator: Any = super()._with_objects()
+    @classmethod
+    def with_objects(cls, estimator: Fittable) -> Fittable:
+        estimator = super().with_objects(estimator)
         model: Any = estimator.getOrDefault("model")
         if not isinstance(model, torch.nn.Module):
             return estimator
@@ -49,7 +46,18 @@ class TorchEstimator(NativeEstimator):
         return estimator.copy({"model": hiding, "callbacks": callbacks})
 
 
-def _for_plain_module(estimator: NativeEstimator) -> PlainEstimator:
+class TorchEstimator(NativeEstimator):
+    """The estimator, with ``horovod.spark``'s columns and names of metrics.
+
+    A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.
+    `hvd_estimators.compat.torch.TorchEstimator` trains a plain ``torch.nn.Module``.
+    """
+
+    upstream_names = True
+    framework_class = CompatFramework
+
+
+def _for_plain_module(estimator: Fittable) -> PlainEstimator:
     """Return torch's estimator with the same params; params of Lightning's Trainer do not apply."""
     made = PlainEstimator()
     given = {
@@ -64,7 +72,7 @@ def _for_plain_module(estimator: NativeEstimator) -> PlainEstimator:
                 f"Leave {name} out, or set model to a LightningModule."
             )
     made.setParams(**{name: value for name, value in given.items() if made.hasParam(name)})
-    made.join_fits_of(estimator)
+    made.grid_fit = estimator.grid_fit
     return made
 
 

@@ -11,4 +11,4 @@ class TorchEstimator(NativeEstimator):
     A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.
     """
 
-    _upstream_names = True
+    upstream_names = True

@@ -1,4 +1,4 @@
-"""Runs: lookup in the store, lease, params and results.
+"""Runs: lookup in the store, lease and results.
 
 A fit can use other reader settings than an earlier fit of its run, if it resumes at the start of an
 epoch. Within an epoch, other settings are not allowed: some rows would be read twice, and others
@@ -11,35 +11,23 @@ import contextlib
 import datetime
 import logging
 import re
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from pyspark.ml import Estimator
-from pyspark.sql import DataFrame
-
-from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
 from hvd_estimators.fitting.fingerprint import (
     as_json,
-    data_identity,
     differences,
     digest,
-    named,
     reading_identity,
 )
-from hvd_estimators.fitting.mlflow import MlflowLogger, TrackingRun, active_run
-from hvd_estimators.fitting.stores import default_store
+from hvd_estimators.fitting.mlflow import TrackingRun
+from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import boolean, param, string
-from hvd_estimators.params.estimator import ColumnParams
 from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.store import RunPaths, Store
-from hvd_estimators.store.base import as_store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.leases import FencingToken, Lease
 from hvd_estimators.store.paths import Position, orphans
@@ -267,168 +255,46 @@ class Run:
             logger.warning(message, self.paths.run_id, error)
 
 
-def _store(name: str, value: Store | str | PathLike[str]) -> Store:
-    return as_store(value)
+@dataclass(frozen=True)
+class GridFit:
+    """One fit's place in a grid.
 
-
-class RunParams(Estimator[HorovodModel], ColumnParams):
-    """Params of an estimator's run, with a separate run for each fit of a grid."""
-
-    _framework: ClassVar[str]
-    """Prefix of the names of new runs, and the framework that writes their checkpoints."""
-
-    _run_settings: ClassVar[tuple[str, ...]] = (
-        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
-        *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
-        *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
-        *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
-        *("transformation_edit_fields", "transformation_removed_fields"),
-    )
-    _optional_run_settings: ClassVar[tuple[str, ...]] = ("outputs",)
-    """Settings that a run records only if they differ from the default.
-
-    Runs of versions without these settings can therefore be resumed.
+    Attributes
+    ----------
+    shared : SharedDatasets
+        The datasets that the grid's fits share.
+    tracking : TrackingRun or None
+        The MLflow run of the thread that called `fitMultiple`; other threads fit.
+    index : int or None
+        Index of the fit, if its run's name needs one.
     """
 
-    # Index of this copy in a grid, the MLflow run of the thread that called `fitMultiple`, and the
-    # data that the grid's fits share. Other threads fit the copies.
-    _grid_index: int | None = None
-    _grid_tracking: TrackingRun | None = None
-    _shared_data: SharedDatasets | None = None
-
-    store = param(
-        "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
-        "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
-        "folder, which is deleted when the program ends.",
-        convert=_store,
-    )
-    run_id = param(
-        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
-    )
-
-    log_to_mlflow = param(
-        "Whether a fit logs its params, the metrics of each epoch and the fitted model to MLflow, "
-        "if the thread that calls fit() has an active run. Each fit of a grid gets a child run, "
-        "without its model.",
-        default=True,
-        convert=boolean,
-    )
-
-    def _get_store(self) -> Store:
-        """Return the store that is set, or the application's default."""
-        given: Store | None = self.getOrDefault("store")
-        return default_store() if given is None else given
-
-    def _check_run(self) -> None:
-        """Check ``store`` and ``run_id`` without reading files of the store.
-
-        Raises
-        ------
-        ParamError
-            If there is no store, or ``run_id`` is not a valid folder name.
-        """
-        store, run_id = self._get_store(), self.getOrDefault("run_id")
-        if run_id is not None:
-            store.run_paths(run_id)
-
-    def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's fingerprint; only fits with an equal fingerprint can resume it.
-
-        The fingerprint omits the numbers of ranks and epochs, which can differ in later fits of
-        a run.
-        """
-        defaults = self._defaults()
-        optional = [
-            name
-            for name in self._optional_run_settings
-            if self.getOrDefault(name) != defaults.get(name)
-        ]
-        names = (*self._run_settings, *optional)
-        return {
-            "data": data_identity(manifest, self._needed_columns()),
-            "model": model,
-            "settings": {name: named(self.getOrDefault(name)) for name in names},
-        }
-
-    def _run_paths(self, fingerprint: Mapping[str, Any]) -> RunPaths:
-        """Return the paths of the fit's run, with its fingerprint; the default name is unique."""
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        new = f"{self._framework}_{now}_{uuid.uuid4().hex[:6]}"
-        run_id = self.getOrDefault("run_id") or new
-        if self._grid_index is not None:
-            run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
-        return replace(self._get_store().run_paths(run_id), fingerprint=fingerprint)
-
-    def fitMultiple(
-        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
-    ) -> Iterator[tuple[int, HorovodModel]]:
-        """Fit once per param map; Spark's validators call this method.
-
-        Fits that need the same columns with the same options share one written dataset.
-
-        With ``run_id``, each fit has a separate run, unless its param map sets ``run_id``. The name
-        of that run is ``run_id`` and a digest of data, model, settings and index, so that the fit
-        can be resumed.
-
-        Returns
-        -------
-        iterator
-            Iterator over (index, model). It is thread-safe.
-        """
-        estimator = self.copy()
-        tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
-        shared = SharedDatasets(len(paramMaps))
-
-        def fit_one(index: int) -> HorovodModel:
-            candidate = estimator.copy(paramMaps[index])
-            given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
-            if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
-                candidate._grid_index = index
-            candidate._grid_tracking = tracking
-            candidate._shared_data = shared
-            with shared.fit():
-                return candidate.fit(dataset)
-
-        return Fits(fit_one, len(paramMaps))
-
-    def join_fits_of(self, other: RunParams) -> None:
-        """Take another estimator's place among the fits of a grid."""
-        self._grid_index, self._grid_tracking = other._grid_index, other._grid_tracking
-        self._shared_data = other._shared_data
-
-    def _mlflow_logger(self, params: Mapping[str, Any]) -> MlflowLogger | None:
-        """Return the MLflow logger of a fit, or None if it is off or has no MLflow run."""
-        if not self.getOrDefault("log_to_mlflow"):
-            return None
-        within = self._grid_tracking or active_run()
-        if within is None:
-            return None
-        return MlflowLogger(within, params, own_run=self._grid_tracking is not None)
+    shared: SharedDatasets
+    tracking: TrackingRun | None
+    index: int | None
 
 
-class Fits:
-    """Thread-safe iterator that runs one fit per step and returns its index and model.
+def run_paths(
+    settings: Settings, framework: str, fingerprint: Mapping[str, Any], grid: GridFit | None
+) -> RunPaths:
+    """Return the paths of a fit's run, with its fingerprint; the default name is unique.
 
     Parameters
     ----------
-    fit : callable
-        Runs the fit with a given index and returns its model.
-    number : int
-        Number of fits.
+    settings : Settings
+        The params of the fit.
+    framework : str
+        Prefix of a new name.
+    fingerprint : mapping
+        The fingerprint of the fit.
+    grid : GridFit or None
+        The fit's place in a grid; its index is part of the name.
     """
-
-    def __init__(self, fit: Callable[[int], Any], number: int) -> None:
-        self._fit = fit
-        self._indices = iter(range(number))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Fits:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._indices)
-        return index, self._fit(index)
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    run_id = settings.run_id or f"{framework}_{now}_{uuid.uuid4().hex[:6]}"
+    if grid is not None and grid.index is not None:
+        run_id += f"-{digest({**fingerprint, 'grid': grid.index})}"
+    return replace(settings.store.run_paths(run_id), fingerprint=fingerprint)
 
 
 class RunResults(tuple[TrainResult, ...]):

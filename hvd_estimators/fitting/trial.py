@@ -129,11 +129,14 @@ class Trial:
         prevent this. None if unknown.
     id_limits : mapping of str to int
         Number of ids that an embedding has, by the column that it looks up.
+    class_limits : mapping of str to (int, float or None)
+        Number of classes, and the ignored number, by label of class numbers.
     """
 
     output_shapes: Sequence[tuple[int | None, ...]] | None = None
     takes_one_row: bool | None = None
     id_limits: Mapping[str, int] = field(default_factory=dict)
+    class_limits: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:

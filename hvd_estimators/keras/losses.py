@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_estimators.data.exact import check_labels
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
@@ -26,7 +27,6 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.training.row_weights import reduction_of
-from hvd_estimators.training.value_limits import check_labels
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
+from hvd_estimators.data.exact import unknown_ids
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import (
@@ -27,7 +28,6 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.training.row_weights import check_rank
-from hvd_estimators.training.value_limits import unknown_ids
 
 ops: Any = keras.ops
 

@@ -18,9 +18,12 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.application import await_slots
-from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
+from hvd_estimators.launch.cluster.capacity import (
+    ask_for_executors,
+    check_slots,
+    watching_executors,
+)
 from hvd_estimators.launch.cluster.connect import current_cluster
-from hvd_estimators.launch.cluster.decommissioning import watching_executors
 from hvd_estimators.launch.cluster.jobs import (
     barrier_job,
     importing,

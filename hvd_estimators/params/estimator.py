@@ -6,21 +6,16 @@ All estimators have these params. Only `KerasEstimator` and `TorchEstimator` hav
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
 from hvd_estimators._util.documents import to_python
-from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.preemption import callable_check
-from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
-from hvd_estimators.loading.spec import check_data_module
 from hvd_estimators.loggers import Logger
 from hvd_estimators.params import (
     DeclaredParams,
@@ -37,17 +32,10 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
-from hvd_estimators.training.collectives_choice import COLLECTIVES, choose_collectives
+from hvd_estimators.store import Store
+from hvd_estimators.store.base import as_store
+from hvd_estimators.training.collectives_choice import COLLECTIVES
 from hvd_estimators.training.shard_state import parse_buffer_reduction
-from hvd_estimators.training.spec import CheckpointOptions, check_monitor, mode_of
-
-logger = logging.getLogger(__name__)
-
-_COLUMNS = (
-    *("feature_cols", "label_cols", "sample_weight_col"),
-    *("categorical_cols", "continuous_cols"),
-)
-
 
 if TYPE_CHECKING:
     # Spark declares their values as never None.
@@ -100,71 +88,6 @@ class ColumnParams(_TrainingColumns):
     )
     continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
     categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
-
-    def _input_columns(self) -> InputColumns:
-        """Return the model's inputs, and the columns that they are made of.
-
-        Raises
-        ------
-        ParamError
-            If an input that is made of several columns has the name of another column.
-        """
-        get = self.getOrDefault
-        names = ("label_cols", "categorical_cols", "continuous_cols")
-        others = [column for name in names for column in get(name) or []]
-        others += [get("sample_weight_col")] if get("sample_weight_col") else []
-        inputs = InputColumns.of(get("feature_cols"), kept=others)
-        clashes = [name for name in inputs.matrices if name in others]
-        if clashes:
-            raise ParamError(
-                f"feature_cols: a list of columns is the input {clashes[0]!r}, which is also the "
-                f"name of another column. Name the list by a dict, such as {{'numbers': "
-                f"{list(inputs.matrices[clashes[0]][:2])}}}."
-            )
-        return inputs
-
-    def _all_feature_cols(self) -> list[str]:
-        """Return the input columns, followed by the additional columns of a data module."""
-        names = ("categorical_cols", "continuous_cols")
-        others = [column for name in names for column in self.getOrDefault(name) or []]
-        return list(dict.fromkeys([*self._input_columns().columns, *others]))
-
-    def _needed_columns(self) -> list[str]:
-        """Return the columns that training reads."""
-        weight = self.getOrDefault("sample_weight_col")
-        columns = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
-        return list(dict.fromkeys([*columns, *([weight] if weight else [])]))
-
-    @contextlib.contextmanager
-    def _naming_params(self) -> Iterator[None]:
-        """Add the param that names a column to errors about this column."""
-        try:
-            yield
-        except (ColumnError, DataError) as error:
-            message = str(error)
-            for param in _COLUMNS:
-                given = self.getOrDefault(param) or []
-                names = [given] if isinstance(given, str) else InputColumns.of(given).columns
-                if any(f"olumn {name!r}" in message for name in names):
-                    if not re.match(r"\w+:", message):
-                        message = f"{param}: {message}"
-                    if not self._is_given(param):
-                        unset = f"{param} is not set, and its default is {', '.join(names)}: "
-                        message = re.sub(r"^\w+: ", unset, message)
-                        # Another column does not repair the values of this one.
-                        if isinstance(error, ColumnError):
-                            remedy = ", or [] to train without labels"
-                            message += f" Set {param}{remedy if param == 'label_cols' else ''}."
-                    error.args = (message, *error.args[1:])
-                    break
-            raise
-
-    def _text_cols(self) -> Mapping[str, bool]:
-        """Return the feature columns that may be text; the value is True if bytes are text, too.
-
-        Override this hook for a framework whose models accept text.
-        """
-        return {}
 
 
 def _compressor(name: str, value: Any) -> Any:
@@ -274,17 +197,6 @@ class TrainingParams(DeclaredParams):
         convert=boolean,
     )
 
-    def _check_loss_weights(self, labels: int) -> None:
-        """Check that there are as many loss weights as labels."""
-        weights = self.getOrDefault("loss_weights")
-        if isinstance(weights, list) and len(weights) != labels:
-            raise ParamError(
-                f"loss_weights: expected one per label, {labels}, found {len(weights)}."
-            )
-
-
-_LEAST_BUFFER_BYTES = 2**20
-
 
 class ReadingParams(DeclaredParams):
     """Params for reading, shuffling and caching rows."""
@@ -339,21 +251,6 @@ class ReadingParams(DeclaredParams):
         "import it, otherwise PyArrow.",
         type="str | type[Any]",
     )
-
-    def _shuffle_buffer_bytes(self) -> int:
-        given: int | None = self.getOrDefault("shuffle_buffer_size")
-        return SHUFFLE_BUFFER_BYTES if given is None else given
-
-    def _check_reading(self) -> None:
-        """Check that the data module is usable and the shuffle buffer is large enough."""
-        check_data_module(self.getOrDefault("data_module"))
-        buffer_bytes = self._shuffle_buffer_bytes()
-        if buffer_bytes < _LEAST_BUFFER_BYTES:
-            raise ParamError(
-                f"shuffle_buffer_size: expected bytes, {_LEAST_BUFFER_BYTES} or more, found "
-                f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
-                f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
-            )
 
 
 class WritingParams(DeclaredParams):
@@ -413,59 +310,31 @@ class CheckpointParams(DeclaredParams):
         convert=one_of("auto", "min", "max"),
     )
 
-    def _checkpoint_options(self, framework: str) -> CheckpointOptions:
-        """Return the checkpoint options for the ranks."""
-        get = self.getOrDefault
-        return CheckpointOptions(
-            framework,
-            get("keep_checkpoints"),
-            self._monitor(),
-            get("checkpoint_mode"),
-            get("checkpoint_every_n_steps"),
-        )
 
-    def _monitor(self) -> str | None:
-        """Return the monitored metric. Subclasses override this to translate old metric names."""
-        monitor: str | None = self.getOrDefault("checkpoint_monitor")
-        return monitor
+def _store(name: str, value: Store | str | PathLike[str]) -> Store:
+    return as_store(value)
 
-    def _check_checkpoints(self) -> None:
-        """Check that the monitored metric has a direction: less or more is better."""
-        monitor = self._monitor()
-        if monitor is not None:
-            mode_of(monitor, self.getOrDefault("checkpoint_mode"))
 
-    def _check_measured(
-        self, param: str, monitor: str | None, names: Sequence[str] | None, has_validation: bool
-    ) -> None:
-        """Check that a monitored metric is measured, if the measured metrics are known.
+class RunParams(DeclaredParams):
+    """Params for the store and the run."""
 
-        Parameters
-        ----------
-        param : str
-            What monitors the metric, for the message.
-        monitor : str or None
-            The metric; None for a default one.
-        names : sequence of str or None
-            Names of the training metrics; None if only the ranks know them.
-        has_validation : bool
-            Whether there is validation.
+    store = param(
+        "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
+        "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
+        "folder, which is deleted when the program ends.",
+        convert=_store,
+    )
+    run_id = param(
+        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
+    )
 
-        Raises
-        ------
-        ParamError
-            If the metric is not measured.
-        """
-        if monitor is None:
-            return
-        if monitor.startswith("val_") and not has_validation:
-            raise ParamError(
-                f"{param}: found {monitor!r}, but the data have no validation rows. "
-                "Set validation, or a metric of training."
-            )
-        if names is not None:
-            of_validation = [f"val_{name}" for name in names] if has_validation else []
-            check_monitor(monitor, [*names, *of_validation], param)
+    log_to_mlflow = param(
+        "Whether a fit logs its params, the metrics of each epoch and the fitted model to MLflow, "
+        "if the thread that calls fit() has an active run. Each fit of a grid gets a child run, "
+        "without its model.",
+        default=True,
+        convert=boolean,
+    )
 
 
 class RankParams(DeclaredParams):
@@ -529,24 +398,6 @@ class RankParams(DeclaredParams):
         convert=integer(0),
     )
 
-    def _get_or_create_backend(self) -> Any:
-        """Return the backend that is set, or a backend with ``num_proc`` Spark tasks.
-
-        Subclasses may override this method and return any object with ``run(fn, args, kwargs,
-        env)`` and ``num_processes()``.
-        """
-        backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
-        names = ("resource_profile", "gpus_per_task", "cpus_per_task")
-        resources = {name: self.getOrDefault(name) for name in names}
-        if backend is None:
-            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"), **resources)
-        for name, value in {"num_proc": num_proc, **resources}.items():
-            if value is not None:
-                raise ParamError(
-                    f"backend and {name} are both set. Set {name} on the backend only."
-                )
-        return backend
-
 
 def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
     """Accept a dict of class numbers to weights."""
@@ -570,14 +421,6 @@ class ClassWeightParams(DeclaredParams):
         "Other classes have the weight 1.",
         convert=_class_weights,
     )
-
-    def _check_class_weight(self, label_cols: Sequence[str]) -> None:
-        """Check that there is one label if classes have weights."""
-        if self.getOrDefault("class_weight") and len(label_cols) != 1:
-            raise ParamError(
-                f"class_weight: expected a single label, found {label_cols}. Set "
-                "sample_weight_col, or weights in the losses."
-            )
 
 
 def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
@@ -608,21 +451,6 @@ class CollectivesParams(DeclaredParams):
         default="auto",
         convert=one_of(*COLLECTIVES),
     )
-
-    _tensor_library = "torch"
-
-    def _check_collectives(self) -> None:
-        """Check that the ranks can use the chosen collectives, and log the choice."""
-        chosen, reason = choose_collectives(self.getOrDefault("collectives"), self._tensor_library)
-        library = "Horovod" if chosen == "horovod" else "torch.distributed"
-        logger.info("collectives: the ranks use %s (%s).", library, reason.rstrip("."))
-
-    def _chosen_collectives(self) -> str:
-        """Return ``"horovod"`` or ``"torch"``, for the spec of the ranks."""
-        return choose_collectives(self.getOrDefault("collectives"), self._tensor_library)[0]
-
-    def _uses_horovod(self) -> bool:
-        return self._chosen_collectives() == "horovod"
 
 
 class LoggerParams(DeclaredParams):

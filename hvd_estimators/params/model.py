@@ -13,11 +13,9 @@ from pyspark.ml.param.shared import (
     HasRawPredictionCol,
 )
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.classification import (
     KINDS,
     ClassScores,
-    check_classes,
     class_columns,
     class_scores,
     resolve_kind,
@@ -34,10 +32,6 @@ from hvd_estimators.params import (
     string,
 )
 from hvd_estimators.summary import history_rows
-
-_ONE_VS_REST = "mc2b$"
-"""Prefix of the label columns that Spark's ``OneVsRest`` creates."""
-
 
 if TYPE_CHECKING:
     # Spark declares their values as never None.
@@ -95,27 +89,6 @@ class ClassificationParams(_ClassifierColumns):
         The shape is None if it is not known yet.
         """
         return resolve_kind(self.getOrDefault("outputs_are"), self._defaults()["outputs_are"])
-
-    def _check_classification(self, outputs: int) -> None:
-        """Check these params as far as possible before the outputs' shapes are known."""
-        check_classes(self._class_columns(), self._outputs_are(None), outputs)
-
-    def _check_one_vs_rest(self) -> None:
-        """Check that a classifier in Spark's ``OneVsRest`` returns the scores that it compares.
-
-        Raises
-        ------
-        ParamError
-            If the scores are missing: `OneVsRest` would fail only after it trained all classes.
-        """
-        labels = self.getOrDefault("label_cols") or [""]
-        if labels[0].startswith(_ONE_VS_REST) and not self.getOrDefault("rawPredictionCol"):
-            raise ParamError(
-                "rawPredictionCol: OneVsRest compares the scores that its classifiers put into "
-                "this column, found none. Set rawPredictionCol in the classifier to the one of "
-                "OneVsRest, 'rawPrediction' by default, and outputs_are to what the model's "
-                "output is, 'logits' for example."
-            )
 
     def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
         """Return the object that computes the columns; None if no columns are requested."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hvd_estimators.training.value_limits import unknown_ids
+from hvd_estimators.data.exact import unknown_ids
 
 _SAME_NUMBERS = frozenset(
     {

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hvd_estimators.data.exact import check_labels
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.torch.loss_weights import WeightedLoss
-from hvd_estimators.training.value_limits import check_labels
 
 LossFunction = Callable[..., Any]
 

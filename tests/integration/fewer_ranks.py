@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 
+from hvd_estimators.fitting import fit
+from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.loading.plan import virtual_shards
-from hvd_estimators.loading.spec import DataSpec
 
 SHARDS = 4
 
@@ -22,11 +24,17 @@ class FourShards:
 
     shards = SHARDS
 
-    def _plan(self, manifest: Any, num_shards: int, num_ranks: int, seed: int) -> DataSpec:
-        data: DataSpec = super()._plan(  # type: ignore[misc]
-            manifest, self.shards, num_ranks, seed
-        )
-        return data
+    def _fit(self, dataset: Any) -> Any:
+        with self._beginning():
+            return super()._fit(dataset)  # type: ignore[misc]
+
+    def fit_on_parquet(self, *args: Any, **kwargs: Any) -> Any:
+        with self._beginning():
+            return super().fit_on_parquet(*args, **kwargs)  # type: ignore[misc]
+
+    def _beginning(self) -> Any:
+        order = lambda num_ranks, seed: ReadOrder(self.shards, seed)  # noqa: E731
+        return mock.patch.object(fit, "ReadOrder", order)
 
 
 class ThreeShards(FourShards):

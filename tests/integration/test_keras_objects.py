@@ -13,6 +13,7 @@ from keras_reference import assert_same_weights, pooled_estimator
 from reference import WIDTH, write_rows
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.fit import Fit
 
 pytestmark = pytest.mark.integration
 
@@ -128,10 +129,10 @@ def test_a_model_that_cannot_be_pickled_is_rejected_on_the_driver(store: Any) ->
     estimator = pooled_estimator(store, 2, model=model)
     expected = r"model: .*'guard' of type lock.*get_config\(\)"
     with pytest.raises(ParamError, match=expected):
-        estimator._training_model()
+        Fit(estimator).settings.training_model()
     # An exception that the program handles is not reported as the reason.
     try:
         next(iter(()))
     except StopIteration:
         with pytest.raises(ParamError, match=expected):
-            estimator._training_model()
+            Fit(estimator).settings.training_model()

@@ -20,6 +20,7 @@ from parquet_files import write_columns
 from hvd_estimators import Store
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -75,25 +76,29 @@ class Line(HorovodModel):
         return [tuple(shape) for shape in self.getOrDefault("output_shapes")]
 
 
-class LeastSquares(HorovodEstimator):
-    _framework = "line"
+class LineFramework(Framework):
+    name = "line"
 
-    ridge = param("Added to the diagonal.", default=0.0, convert=number(0))
-
-    def _dry_run(self, columns: Mapping[str, Any]) -> Trial:
-        for name in self._needed_columns():
+    def dry_run(self, columns: Mapping[str, Any]) -> Trial:
+        for name in self.settings.needed_columns:
             if columns[name].ndim > 1:
                 raise ShapeError(f"feature_cols: {name!r} has shape {columns[name].shape[1:]}.")
         return Trial([()])
 
-    def _model_identity(self, trial: Trial) -> dict[str, Any]:
-        return {"ridge": self.getOrDefault("ridge")}
+    def model_identity(self, trial: Trial) -> dict[str, Any]:
+        return {"ridge": self.settings.ridge}
 
-    def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
-        return LeastSquaresSpec(**vars(common), ridge=self.getOrDefault("ridge"))
+    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        return LeastSquaresSpec(**vars(common), ridge=self.settings.ridge)
 
-    def _rank_function(self) -> Any:
-        return self.getOrDefault("model")
+    def rank_function(self) -> Any:
+        return self.settings.model
+
+
+class LeastSquares(HorovodEstimator):
+    framework_class = LineFramework
+
+    ridge = param("Added to the diagonal.", default=0.0, convert=number(0))
 
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
@@ -165,12 +170,12 @@ def test_ranks_fit_files_without_spark(store: Any) -> None:
     assert model.getOrDefault("output_shapes") == [[]]
 
 
-class Noting(LeastSquares):
-    """Record the calls of its hooks."""
+class NotingFramework(LineFramework):
+    """Record the calls of its methods."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name not in HOOKS:
+        if name not in METHODS:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,15 +185,19 @@ class Noting(LeastSquares):
         return call
 
 
+class Noting(LeastSquares):
+    framework_class = NotingFramework
+
+
 CALLED: list[str] = []
-HOOKS = (
-    *("_check_params", "_dry_run", "_without_dry_run", "_check_trial", "_model_identity"),
-    *("_check_spec", "_make_spec", "_rank_function", "_rank_environment", "_create_model"),
+METHODS = (
+    *("check_model", "check_params", "check_sent", "dry_run", "without_dry_run", "check_trial"),
+    *("model_identity", "min_batch_rows", "make_spec", "rank_function", "rank_environment"),
 )
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_hooks_are_called_in_the_order_of_their_contracts(store: Any, dry_run: bool) -> None:
+def test_methods_are_called_in_the_order_of_their_contracts(store: Any, dry_run: bool) -> None:
     write_files(store)
     CALLED.clear()
     params = make_estimator(store, dry_run=dry_run)
@@ -196,8 +205,8 @@ def test_hooks_are_called_in_the_order_of_their_contracts(store: Any, dry_run: b
 
     model = estimator.fit_on_parquet()
 
-    left_out = "_without_dry_run" if dry_run else "_dry_run"
-    assert [name for name in HOOKS if name != left_out] == CALLED
+    left_out = "without_dry_run" if dry_run else "dry_run"
+    assert [name for name in METHODS if name != left_out] == CALLED
     assert model.isSet("output_shapes") == dry_run
 
 
@@ -224,12 +233,16 @@ def test_a_run_resumes_only_with_the_same_model(store: Any) -> None:
         make_estimator(store, run_id="mine", ridge=1.0).fit_on_parquet()
 
 
-class Planned(LeastSquares):
+class PlannedFramework(LineFramework):
     """Record the planned data."""
 
-    def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         PLANS.append(common.data)
-        return super()._make_spec(common, trial)
+        return super().make_spec(common, trial)
+
+
+class Planned(LeastSquares):
+    framework_class = PlannedFramework
 
 
 PLANS: list[Any] = []

@@ -1,4 +1,4 @@
-"""Cluster capacity: slots for all ranks at once, and requests for executors.
+"""Cluster capacity: slots for all ranks at once, requests for executors, and their end.
 
 Spark rejects a barrier stage while ``spark.dynamicAllocation.enabled`` is true, because it would
 not request executors for a stage that starts as a whole. So an ordinary job requests them: it has
@@ -12,17 +12,23 @@ Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.jobs import BackgroundJob
+from hvd_estimators.launch.rank.preemption import polling
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.cluster.resources import TaskResources
+
+logger = logging.getLogger(__name__)
 
 
 def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
@@ -139,3 +145,35 @@ def _per_task(cluster: Cluster) -> str:
     if float(gpus) > 0:
         text += f", or with more GPUs, of which each task takes {gpus}"
     return text
+
+
+def watching_executors(
+    cluster: Cluster, tag: str, on_notice: Callable[[], object]
+) -> contextlib.AbstractContextManager[None]:
+    """Call a function once, if Spark decommissions an executor of a job during the block.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application that runs the job.
+    tag : str
+        A tag that only this job has.
+    on_notice : callable
+        Called in another thread.
+    """
+    if not cluster.decommissions:
+        return contextlib.nullcontext()
+
+    def is_noticed() -> bool:
+        hosts: list[str] = []
+        with contextlib.suppress(Exception):  # the context has been stopped
+            hosts = cluster.leaving_hosts(tag)
+        if hosts:
+            logger.warning(
+                "Spark decommissions an executor on %s. The ranks are asked to save their state "
+                "and to end.",
+                ", ".join(hosts),
+            )
+        return bool(hosts)
+
+    return polling(is_noticed, on_notice)

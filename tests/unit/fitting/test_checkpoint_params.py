@@ -18,13 +18,13 @@ def start(store: Any, framework: str, monkeypatch: pytest.MonkeyPatch, **params:
     """Fit up to the start of the ranks, and return their checkpoint options."""
     told = []
     cls, given = ESTIMATORS[framework]
-    make = cls._make_spec
+    make = cls.framework_class.make_spec
 
     def make_spec(self: Any, common: Any, trial: Any) -> Any:
         told.append(common.checkpoints)
         return make(self, common, trial)
 
-    monkeypatch.setattr(cls, "_make_spec", make_spec)
+    monkeypatch.setattr(cls.framework_class, "make_spec", make_spec)
     write(store)
     estimator = cls(
         **{

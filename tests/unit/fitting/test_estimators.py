@@ -9,6 +9,8 @@ import torch
 
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.fit import Fit
+from hvd_estimators.fitting.planning import plan_data
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.prepare.datasets import manifest_path
 from hvd_estimators.store import Store
@@ -32,7 +34,7 @@ def params(tmp_path):
 def check(params):
     """Create an estimator and check its params, as `fit` does first."""
     estimator = TorchEstimator(**params)
-    estimator._check_params()
+    Fit(estimator).check()
     return estimator
 
 
@@ -50,7 +52,7 @@ def test_errors_name_the_missing_param(params, name, value):
     ("changes", "message"),
     [
         ({"store": 7}, r"store: expected a Store, or its path or URL, found 7"),
-        ({"model": len}, r"model: expected a torch\.nn\.Module"),
+        ({"model": {}}, r"model: expected a torch\.nn\.Module"),
         ({"optimizer": "sgd"}, r"optimizer: expected a torch\.optim\.Optimizer, found 'sgd'"),
         ({"loss": None}, r"Set either loss or loss_constructors"),
         ({"loss_constructors": lambda: len}, r"Set either loss or loss_constructors"),
@@ -161,9 +163,9 @@ def test_optimizers_of_another_model_are_rejected(params):
 def test_backend_and_num_proc_are_exclusive(params):
     backend = LocalBackend(2)
 
-    assert TorchEstimator(**params, backend=backend)._ready_backend() is backend
+    assert Fit(TorchEstimator(**params, backend=backend)).ready_backend() is backend
     with pytest.raises(ParamError, match="backend and num_proc are both set"):
-        TorchEstimator(**params, backend=backend, num_proc=2)._ready_backend()
+        Fit(TorchEstimator(**params, backend=backend, num_proc=2)).ready_backend()
 
 
 @pytest.mark.parametrize("validation", [0.2, "held_out"])
@@ -185,7 +187,8 @@ def test_the_plan_for_all_ranks_has_the_drivers_reader(params, monkeypatch):
     monkeypatch.setitem(sys.modules, "hvd_estimators.loading.petastorm", None)
     for given, expected in ((None, "arrow"), ("petastorm", "petastorm")):
         estimator = TorchEstimator(**params, data_module=given)
-        assert estimator._plan(manifest, 2, 2, 0).data_module == expected
+        settings = Fit(estimator).settings
+        assert plan_data(settings, manifest, 2, 2, 0).data_module == expected
 
 
 def test_column_dtypes_are_kept_as_names():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.record import hyperparameters
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.loggers import CometLogger, LoggedRun, Logger, WandbLogger
@@ -200,7 +201,7 @@ def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
         TorchEstimator(loggers=WandbLogger())
     wrong = LightningEstimator(loggers=[WandbLogger()])
     with pytest.raises(ParamError, match=r"loggers: it is a param of TorchEstimator\. Set logger"):
-        wrong._check_training()
+        Fit(wrong).framework.check_params()
 
 
 def test_hyperparameters_are_the_plain_values_that_were_set() -> None:

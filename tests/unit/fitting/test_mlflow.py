@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hvd_estimators.fitting import run_loggers
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.mlflow import MlflowLogger, active_run
 from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.loggers import LoggedRun
@@ -222,7 +223,7 @@ class Told(TorchEstimator):
     """Estimator whose fit only returns its logger."""
 
     def fit(self, dataset: Any, params: Any = None) -> Any:
-        return self._mlflow_logger({})
+        return Fit(self).mlflow_logger()
 
 
 def test_fits_of_a_grid_are_children_of_the_active_run(client: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.trial import Trial, leave_to_ranks, traceless, try_batches
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.dry_run import DryRun
@@ -304,7 +305,9 @@ def test_keras_models_need_a_test_step_or_a_loss_for_validation() -> None:
         inputs = keras.Input((4,))
         model = kind(inputs, dense(1)(inputs))
         model.compile("sgd")
-        KerasEstimator(model=model, feature_cols=["x"], label_cols=[], **params)._dry_run(COLUMNS)
+        Fit(
+            KerasEstimator(model=model, feature_cols=["x"], label_cols=[], **params)
+        ).framework.dry_run(COLUMNS)
 
     dry_run(OfOutputs, keras.layers.Dense)
     dry_run(OfOutputs, Regularized, validation=0.5)

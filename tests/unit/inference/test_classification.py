@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -133,12 +134,12 @@ def test_estimators_reject_unavailable_columns_before_preparing_data(store: Any)
     params["optimizer"] = torch.optim.SGD(net.parameters(), lr=0.1)
     params["loss"] = torch.nn.functional.mse_loss
 
-    TorchEstimator(**params, predictionCol="p")._check_params()
+    Fit(TorchEstimator(**params, predictionCol="p")).check()
     with pytest.raises(ParamError, match="probabilityCol: outputs_are is not set"):
-        TorchEstimator(**params, probabilityCol="p")._check_params()
+        Fit(TorchEstimator(**params, probabilityCol="p")).check()
     two = {**params, "label_cols": ["y", "z"]}
     with pytest.raises(ParamError, match="rawPredictionCol: expected a model with one output"):
-        TorchEstimator(**two, rawPredictionCol="p")._check_params()
+        Fit(TorchEstimator(**two, rawPredictionCol="p")).check()
 
 
 def test_estimators_pass_prediction_columns_to_their_models() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.serialization import (
     OptimizerPayload,
@@ -316,7 +317,7 @@ def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
     ]
     for params, message in cases:
         with pytest.raises(ParamError, match=message):
-            KerasEstimator(**common, **params)._compile_settings()
+            Fit(KerasEstimator(**common, **params)).settings.compile_settings()
 
 
 def test_deep_models_with_a_part_without_config_are_restored() -> None:

@@ -10,6 +10,7 @@ import pytest
 from keras import ops
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.dry_run import DryRun
@@ -61,7 +62,7 @@ def run(*layers: Any) -> None:
     estimator = KerasEstimator(
         model=model, optimizer="sgd", loss="mse", feature_cols=["x"], label_cols=["y"]
     )
-    estimator._dry_run(COLUMNS)
+    Fit(estimator).framework.dry_run(COLUMNS)
 
 
 def test_copies_with_equal_outputs_are_accepted() -> None:

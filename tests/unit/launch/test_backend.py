@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -114,14 +115,15 @@ def test_a_wrong_number_of_results_is_an_error() -> None:
 def test_every_estimator_accepts_a_third_party_backend(
     estimator: Any, monkeypatch: Any, store: Any
 ) -> None:
-    monkeypatch.setattr(estimator, "_check_params", lambda self: None)
+    monkeypatch.setattr(Fit, "check", lambda self: None)
+    monkeypatch.setattr(estimator.framework_class, "check_sent", lambda self: None)
     set_up = {"store": store, "backend": HereBackend()}
 
-    assert estimator(**set_up)._ready_backend().num_processes() == 1
+    assert Fit(estimator(**set_up)).ready_backend().num_processes() == 1
     with pytest.raises(ParamError, match="backend and num_proc are both set"):
-        estimator(**set_up, num_proc=2)._ready_backend()
+        Fit(estimator(**set_up, num_proc=2)).ready_backend()
     with pytest.raises(ParamError, match="backend: expected an object"):
-        estimator(store=store, backend=5)._ready_backend()
+        Fit(estimator(store=store, backend=5)).ready_backend()
 
 
 def test_fewer_processes_than_ranks_are_an_error() -> None:

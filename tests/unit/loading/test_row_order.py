@@ -17,6 +17,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions
@@ -46,12 +47,16 @@ class OneEpoch(Backend):
         raise Started
 
 
-class Telling(TorchEstimator):
-    """Estimator that records the data specs for the ranks."""
+class TellingFramework(TorchFramework):
+    """Record the data specs for the ranks."""
 
-    def _make_spec(self, common: Any, trial: Any) -> Any:
+    def make_spec(self, common: Any, trial: Any) -> Any:
         told.append(common.data)
-        return super()._make_spec(common, trial)
+        return super().make_spec(common, trial)
+
+
+class Telling(TorchEstimator):
+    framework_class = TellingFramework
 
 
 told: list[Any] = []

@@ -15,9 +15,13 @@ from pyspark.ml.tuning import ParamGridBuilder
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.checks import check_one_vs_rest
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.lightning.framework import with_learning_rate
 from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import module_file
 from hvd_estimators.torch.trainer import load_objects
 
@@ -66,11 +70,16 @@ def test_learning_rate_replaces_the_rates_of_a_copied_optimizer() -> None:
         model=net, optimizer=given, learning_rate=0.5, loss=torch.nn.MSELoss(), feature_cols=["x"]
     )
 
-    file = module_file(estimator._trained_objects())
+    file = module_file(TorchFramework(Fit(estimator).settings).trained_objects())
     made = load_objects(file, torch.device("cpu")).optimizer
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]
     assert [group["momentum"] for group in made.param_groups] == [0.9, 0.9]
     assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]
+
+
+def compile_settings(**params: Any) -> Any:
+    settings: Any = Fit(KerasEstimator(**params)).settings
+    return settings.compile_settings()
 
 
 def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
@@ -83,7 +92,7 @@ def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
         "feature_cols": ["x"],
     }
 
-    settings = KerasEstimator(**params, optimizer=given, learning_rate=0.5)._compile_settings()
+    settings = compile_settings(**params, optimizer=given, learning_rate=0.5)
     model.compile("sgd", "mse")
     settings.apply(model, None)
 
@@ -93,7 +102,7 @@ def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     scheduled = keras.optimizers.Adam(schedule)
     with pytest.raises(ParamError, match="learning_rate: Adam does not let it be set"):
-        KerasEstimator(**params, optimizer=scheduled, learning_rate=0.5)._compile_settings()
+        compile_settings(**params, optimizer=scheduled, learning_rate=0.5)
 
 
 class WithRate(pytorch_lightning.LightningModule):
@@ -105,14 +114,12 @@ class WithRate(pytorch_lightning.LightningModule):
 def test_learning_rate_is_set_where_lightnings_tuner_sets_it() -> None:
     module = WithRate()
 
-    made = LightningEstimator(model=module, learning_rate=0.5)._lightning_module()
+    made = with_learning_rate(module, 0.5)
 
     assert made.hparams["lr"] == 0.5
     assert module.hparams["lr"] == 0.1
     with pytest.raises(ParamError, match="learning_rate: the LightningModule has neither"):
-        LightningEstimator(
-            model=pytorch_lightning.LightningModule(), learning_rate=0.5
-        )._lightning_module()
+        with_learning_rate(pytorch_lightning.LightningModule(), 0.5)
 
 
 @pytest.mark.parametrize("cls", [TorchEstimator, KerasEstimator, LightningEstimator])
@@ -155,6 +162,6 @@ def test_one_vs_rest_without_raw_predictions_is_rejected_early(tmp_path: Path) -
     estimator = TorchEstimator(store=store, model=net, label_cols=["y"], outputs_are="logits")
     given = {estimator.labelCol: "mc2b$0", estimator.featuresCol: "x"}
     with pytest.raises(ParamError, match=r"^rawPredictionCol: OneVsRest .*Set rawPredictionCol"):
-        estimator.copy(given)._check_one_vs_rest()
-    estimator.copy({**given, estimator.rawPredictionCol: "raw"})._check_one_vs_rest()
-    estimator.copy({**given, estimator.labelCol: "y"})._check_one_vs_rest()
+        check_one_vs_rest(Fit(estimator.copy(given)).settings)
+    for fits in ({estimator.rawPredictionCol: "raw"}, {estimator.labelCol: "y"}):
+        check_one_vs_rest(Fit(estimator.copy({**given, **fits})).settings)

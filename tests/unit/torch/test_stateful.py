@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.serialization import (
@@ -175,7 +176,8 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
         caplog.clear()
         given = {"label_cols": ["y"], "feature_cols": ["x"], "loss": mse, "optimizer": made}
         store = LocalStore(str(tmp_path))
-        TorchEstimator(model=net, store=store, **given, **params)._check_training()
+        estimator = TorchEstimator(model=net, store=store, **given, **params)
+        Fit(estimator).framework.check_params()
         return [record.getMessage() for record in caplog.records]
 
     (message,) = warnings_of(train_minibatch_fn=uses_scaler)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.dry_run import check_fit
 from hvd_estimators.torch.loss import Loss
@@ -161,13 +162,14 @@ def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
 def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) -> None:
     net = torch.nn.Linear(2, 1)
     net.compile(backend="eager")
-    TorchEstimator(
+    estimator = TorchEstimator(
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         loss=torch.nn.functional.mse_loss,
         feature_cols=["x"],
         label_cols=["y"],
-    )._check_training()
+    )
+    Fit(estimator).framework.check_params()
     assert "Set model=torch.compile(model) instead" in caplog.text
 
 

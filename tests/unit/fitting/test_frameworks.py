@@ -1,4 +1,4 @@
-"""Hooks of estimators: one signature and one contract for all frameworks."""
+"""Frameworks' parts of a fit: one signature and one contract for all."""
 
 from __future__ import annotations
 
@@ -13,47 +13,55 @@ import torch
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
-from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 ESTIMATORS = (TorchEstimator, KerasEstimator, LightningEstimator)
-HOOKS = {name: hook for name, hook in vars(EstimatorHooks).items() if inspect.isfunction(hook)}
-# The constructors of mixins are not hooks.
-HOOKS.pop("__init__", None)
+METHODS = {name: each for name, each in vars(Framework).items() if inspect.isfunction(each)}
 
 
 def parameters(function: Any) -> list[tuple[str, Any]]:
     return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_have_one_signature_and_a_docstring(name: str) -> None:
-    assert inspect.getdoc(HOOKS[name])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_have_one_signature_and_a_docstring(name: str) -> None:
+    assert name == "__init__" or inspect.getdoc(METHODS[name])
     for estimator in ESTIMATORS:
-        assert parameters(getattr(estimator, name)) == parameters(HOOKS[name]), estimator
+        own = getattr(estimator.framework_class, name)
+        assert parameters(own) == parameters(METHODS[name]), estimator
 
 
-def test_estimators_do_not_override_the_steps_of_fit() -> None:
-    recipe = {
-        name
-        for name in vars(HorovodEstimator)
-        if inspect.isfunction(getattr(HorovodEstimator, name))
-    }
-    # Keras's estimator first checks everything that needs no rows.
-    recipe -= {"_try_frame"}
-    assert {"_fit", "_train", "_launch", "_wrap", "fit_on_parquet"} <= recipe
+def test_estimators_create_models_and_do_nothing_else() -> None:
+    """A fit's steps are in Fit and in the frameworks."""
     for estimator in ESTIMATORS:
-        for name in recipe:
-            assert getattr(estimator, name) is getattr(HorovodEstimator, name), (estimator, name)
+        own = {name for name, each in vars(estimator).items() if inspect.isfunction(each)}
+        created = {"_create_model", "get_model_class", "_get_model_kwargs"}
+        assert own - {"get_model_shapes"} == created, estimator
 
 
 def test_the_model_hook_has_horovod_sparks_signature() -> None:
-    names = [name for name, _ in parameters(HOOKS["_create_model"])]
+    names = [name for name, _ in parameters(HorovodEstimator._create_model)]
     assert names == ["self", "run_results", "run_id", "metadata"]
+
+
+def test_settings_show_the_error_of_a_property_that_fails() -> None:
+    class Failing(Settings):
+        @property
+        def epochs(self) -> int:
+            raise AttributeError("the cause")
+
+    settings = Failing({"epochs": 1, "batch_size": 2}, {}, frozenset())
+    with pytest.raises(AttributeError, match="the cause"):
+        _ = settings.epochs
+    with pytest.raises(AttributeError, match="no param 'epoch'"):
+        _ = settings.epoch
+    assert (settings.batch_size, settings.get("epochs")) == (2, 1)
 
 
 def result(digest: str = "a", state: bytes | None = b"weights") -> TrainResult:
@@ -91,9 +99,13 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def with_objects(estimator):
+    return estimator.framework_class.with_objects(estimator)
+
+
 def weights(estimator):
     """Return the first weights of the model that a fit would train."""
-    model = estimator._with_objects().getModel()
+    model = with_objects(estimator).getModel()
     if isinstance(model, keras.Model):
         return model.get_weights()[0]
     return model.weight.detach().numpy()
@@ -124,7 +136,7 @@ def test_the_seed_determines_the_initial_weights(cls, params):
 
 def test_the_optimizer_is_built_for_the_parameters_of_the_model():
     given = torch_net(2)
-    estimator = TorchEstimator(model=given, optimizer=torch.optim.Adagrad)._with_objects()
+    estimator = with_objects(TorchEstimator(model=given, optimizer=torch.optim.Adagrad))
     (group,) = estimator.getOptimizer().param_groups
     assert [id(p) for p in group["params"]] == [id(p) for p in given.parameters()]
     assert estimator.getModel() is given

@@ -1,0 +1,193 @@
+"""Settings of one fit: the values of the estimator's params, read once. Runs on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.fitting.stores import default_store
+from hvd_estimators.inference.classification import class_columns
+from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
+from hvd_estimators.loading.transform import Transformation, make_transformation
+from hvd_estimators.params import DeclaredParams
+from hvd_estimators.store import Store
+
+_COLUMNS = (
+    *("feature_cols", "label_cols", "sample_weight_col"),
+    *("categorical_cols", "continuous_cols"),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values of an estimator's params, as attributes: ``settings.batch_size``.
+
+    A property with the name of a param replaces an unset value by what the fit uses.
+
+    Attributes
+    ----------
+    values : mapping
+        Value by param.
+    defaults : mapping
+        Default value by param.
+    given : frozenset of str
+        Params that the user has set, by any of their names.
+    upstream_names : bool
+        True for the names of ``horovod.spark``: "group_0_label" for a metric, and no column
+        "prediction".
+    """
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    given: frozenset[str]
+    upstream_names: bool = False
+
+    @classmethod
+    def of(cls, params: DeclaredParams, upstream_names: bool = False) -> Self:
+        """Read the params of an estimator."""
+        names = params._declarations
+        return cls(
+            {name: params.getOrDefault(name) for name in names},
+            params._defaults(),
+            frozenset(filter(params._is_given, names)),
+            upstream_names,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that failed: raise its own error
+            return object.__getattribute__(self, name)
+        if name.startswith("__") or name not in self.values:
+            raise AttributeError(f"the estimator has no param {name!r}")
+        return self.values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a param as the user set it; ``default`` if there is no such param."""
+        return self.values.get(name, default)
+
+    def differs(self, name: str) -> bool:
+        """Return whether the value of a param is not its default."""
+        return bool(self.values[name] != self.defaults.get(name))
+
+    def in_fields_of(self, spec: type[Any]) -> dict[str, Any]:
+        """Return the values of the params that a dataclass has fields of the same name for."""
+        names = [field.name for field in fields(spec)]
+        return {name: getattr(self, name) for name in names if name in self.values}
+
+    @cached_property
+    def store(self) -> Store:
+        """The store that is set, or the application's default."""
+        given: Store | None = self.values["store"]
+        return default_store() if given is None else given
+
+    @property
+    def shuffle_buffer_size(self) -> int:
+        """Bytes of rows that each rank holds for shuffling."""
+        given: int | None = self.values["shuffle_buffer_size"]
+        return SHUFFLE_BUFFER_BYTES if given is None else given
+
+    @property
+    def val_batch_size(self) -> int:
+        """Rows of a validation batch."""
+        return int(self.values["val_batch_size"] or self.batch_size)
+
+    @cached_property
+    def inputs(self) -> InputColumns:
+        """The model's inputs, and the columns that they are made of.
+
+        Raises
+        ------
+        ParamError
+            If an input that is made of several columns has the name of another column.
+        """
+        others = [*self.label_cols, *self._further_columns]
+        others += [self.sample_weight_col] if self.sample_weight_col else []
+        inputs = InputColumns.of(self.feature_cols, kept=others)
+        clashes = [name for name in inputs.matrices if name in others]
+        if clashes:
+            raise ParamError(
+                f"feature_cols: a list of columns is the input {clashes[0]!r}, which is also the "
+                f"name of another column. Name the list by a dict, such as {{'numbers': "
+                f"{list(inputs.matrices[clashes[0]][:2])}}}."
+            )
+        return inputs
+
+    @property
+    def _further_columns(self) -> list[str]:
+        return [*(self.categorical_cols or []), *(self.continuous_cols or [])]
+
+    @property
+    def all_feature_cols(self) -> list[str]:
+        """The input columns, followed by the additional columns of a data module."""
+        return list(dict.fromkeys([*self.inputs.columns, *self._further_columns]))
+
+    @property
+    def needed_columns(self) -> list[str]:
+        """The columns that training reads."""
+        weight = [self.sample_weight_col] if self.sample_weight_col else []
+        return list(dict.fromkeys([*self.all_feature_cols, *self.label_cols, *weight]))
+
+    @property
+    def text_cols(self) -> Mapping[str, bool]:
+        """The feature columns that may be text; True if bytes are text, too.
+
+        Override this for a framework whose models accept text.
+        """
+        return {}
+
+    @property
+    def allowed_text(self) -> bool | Mapping[str, bool]:
+        """The columns that may be written as text; True for all."""
+        return self.transformation is not None or self.text_cols
+
+    @cached_property
+    def transformation(self) -> Transformation | None:
+        """The readers' transformation of rows, or None if there is none."""
+        weight = [self.sample_weight_col] if self.sample_weight_col else []
+        needed = (*self.inputs.columns, *self.label_cols, *weight)
+        transformation = make_transformation(self.get, needed, tuple(self.text_cols))
+        if transformation is None or not self.inputs.matrices:
+            return transformation
+        return replace(transformation, inputs=self.inputs)
+
+    def columns_read(self, columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
+        """Return columns as the readers deliver them.
+
+        Matrices are read as such, unless a transformation takes their columns and stacks them.
+        """
+        return tuple(columns) if self.transformation else self.inputs.specs(columns)
+
+    @property
+    def class_columns(self) -> dict[str, str]:
+        """The columns of a classifier that are requested: content to column name."""
+        return class_columns(self.get)
+
+    @contextlib.contextmanager
+    def naming_columns(self) -> Iterator[None]:
+        """Add the param that names a column to errors about this column."""
+        try:
+            yield
+        except (ColumnError, DataError) as error:
+            message = str(error)
+            for param in _COLUMNS:
+                given = self.values[param] or []
+                names = [given] if isinstance(given, str) else InputColumns.of(given).columns
+                if any(f"olumn {name!r}" in message for name in names):
+                    if not re.match(r"\w+:", message):
+                        message = f"{param}: {message}"
+                    if param not in self.given:
+                        unset = f"{param} is not set, and its default is {', '.join(names)}: "
+                        message = re.sub(r"^\w+: ", unset, message)
+                        # Another column does not repair the values of this one.
+                        if isinstance(error, ColumnError):
+                            remedy = ", or [] to train without labels"
+                            message += f" Set {param}{remedy if param == 'label_cols' else ''}."
+                    error.args = (message, *error.args[1:])
+                    break
+            raise

@@ -1,0 +1,121 @@
+"""Checks of a Keras fit's params. Runs on the driver."""
+
+from __future__ import annotations
+
+import keras
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import (
+    further_optimizers,
+    has_own_compile,
+    has_own_step,
+    model_optimizers,
+)
+from hvd_estimators.keras.collectives import reductions_of
+from hvd_estimators.keras.losses import NO_LOSS, find_metric, has_loss, may_add_loss
+from hvd_estimators.keras.settings import KerasSettings
+from hvd_estimators.keras.user_callbacks import check_callbacks
+
+
+def check_model(settings: KerasSettings) -> None:
+    """Check that the model is one of Keras 3."""
+    model = settings.model
+    if model is None:
+        raise ParamError("model is not set. Set model.")
+    if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
+        raise ParamError(
+            f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
+            "it of the package keras instead of tf_keras, and unset TF_USE_LEGACY_KERAS."
+        )
+    if not isinstance(model, keras.Model):
+        raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
+
+
+def check_params(settings: KerasSettings) -> None:
+    """Check model, optimizer, loss, metrics, callbacks and labels together."""
+    if not settings.label_cols:
+        _check_without_labels(settings)
+    model = settings.model
+    if settings.optimizer is None and not model.compiled:
+        raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
+    if settings.learning_rate is not None and further_optimizers(model):
+        raise ParamError(
+            "learning_rate: it sets the rate of one optimizer, and the model has others in its "
+            "attributes. Leave it out, and set the rates of the optimizers."
+        )
+    if has_own_compile(model):
+        _check_own_compile(settings)
+    else:
+        settings.optimizer_object()
+    has_way = settings.loss is not None or has_loss(model) or has_own_step(model)
+    if not has_way and not may_add_loss(model):
+        raise ParamError(NO_LOSS)
+    check_callbacks(settings.callbacks)
+    _check_compiled_with(settings)
+    if model.built:
+        # A model that the dry run builds is checked after the dry run.
+        reductions_of(model, settings.buffer_reduction)
+    checkpoint = settings.checkpoint_callback
+    if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
+        raise ParamError(
+            "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
+            f"{checkpoint!r}."
+        )
+    label_shapes = settings.label_shapes
+    if label_shapes is not None and len(label_shapes) != len(settings.label_cols):
+        raise ParamError(
+            f"label_shapes: expected one shape per label, {len(settings.label_cols)}, found "
+            f"{len(label_shapes)}."
+        )
+
+
+def _check_without_labels(settings: KerasSettings) -> None:
+    """Check that a model without labels does not compare its outputs to labels."""
+    model = settings.model
+    given = settings.loss is not None or bool(settings.metrics)
+    if given or (model.loss is not None and not has_own_step(model)):
+        raise ParamError(
+            "label_cols: found [], and loss or metrics compare outputs to labels. Set "
+            "label_cols (an autoencoder's are its features). Or remove loss and metrics, and "
+            "define train_step() or compute_loss() in the model, or call add_loss() in it."
+        )
+    if settings.sample_weight_col:
+        raise ParamError(
+            "sample_weight_col: Keras weights the losses of labels, and label_cols is []. Add "
+            "the column to feature_cols and use it in the model's own loss."
+        )
+
+
+def _check_compiled_with(settings: KerasSettings) -> None:
+    """Check that Keras recognizes the loss and the metrics."""
+    for name, find in (("loss", keras.losses.get), ("metrics", find_metric)):
+        for entry in keras.tree.flatten(settings.get(name)):
+            if entry is None:
+                continue
+            if isinstance(entry, type):
+                raise ParamError(f"{name}: found the class {entry!r}. Set an object of it.")
+            try:
+                find(entry)
+            except (TypeError, ValueError) as error:
+                raise ParamError(
+                    f"{name}: Keras does not know {entry!r}. Set a name that Keras knows, an "
+                    "object or a function."
+                ) from error
+
+
+def _check_own_compile(settings: KerasSettings) -> None:
+    """Check that a model with its own ``compile`` is compiled and needs no other settings."""
+    names = ("optimizer", "loss", "loss_weights", "metrics", "learning_rate")
+    given = [name for name in names if settings.get(name) not in (None, [])]
+    if given or not settings.model.compiled:
+        raise ParamError(
+            f"model: its class {type(settings.model).__name__} has its own compile(), which only "
+            "you can call. Compile the model, and leave optimizer, loss, loss_weights, metrics "
+            "and learning_rate out; found "
+            f"{', '.join(given) or 'a model that is not compiled'}."
+        )
+    if not model_optimizers(settings.model):
+        raise ParamError(
+            "model: expected a Keras optimizer in the model or among its attributes, found "
+            "none. Let its compile() keep its optimizers as attributes."
+        )

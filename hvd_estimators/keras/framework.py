@@ -1,0 +1,299 @@
+"""Interface between a fit and Keras. Runs on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.checks import check_collectives
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.framework import Framework
+from hvd_estimators.fitting.planning import rows_of_model
+from hvd_estimators.fitting.trial import Trial
+from hvd_estimators.keras.backend import (
+    all_layers,
+    has_own_step,
+    kept_random_state,
+    learning_rates,
+    model_optimizers,
+    require_backend,
+)
+from hvd_estimators.keras.checks import check_model, check_params
+from hvd_estimators.keras.collectives import reductions_of
+from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.dry_run import DryRun, check_batches
+from hvd_estimators.keras.losses import (
+    NO_TEST_LOSS,
+    class_limit,
+    kind_of_outputs,
+    losses_by_output,
+)
+from hvd_estimators.keras.outputs import Outputs
+from hvd_estimators.keras.serialization import ModelPayload
+from hvd_estimators.keras.settings import KerasSettings
+from hvd_estimators.keras.tensors import id_limits
+from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.keras.user_callbacks import adds_no_logs, selects_by_metric
+from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.row_weights import check_classes
+from hvd_estimators.training.spec import TrainSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KerasTrial(Trial):
+    """Results of a dry run, and the model copy that the dry run used.
+
+    Attributes
+    ----------
+    dry_run : DryRun
+        Holds the built and compiled model, and the conversion of columns to tensors.
+    compiled : CompileSettings
+        The model's compile arguments.
+    """
+
+    dry_run: DryRun
+    compiled: CompileSettings
+
+
+class KerasFramework(Framework):
+    """The part of a fit that `KerasEstimator` has by itself."""
+
+    settings_class = KerasSettings
+    name = "keras"
+    model_class = keras.Model
+    tensor_library = str(keras.backend.backend())
+    run_settings = (*Framework.run_settings, "class_weight")
+    sent = (*Framework.sent, "checkpoint_callback")
+    # Keras objects are serialized separately.
+    sent_functions = ("loss", "metrics")
+    settings: KerasSettings
+
+    @staticmethod
+    @contextlib.contextmanager
+    def seeded(seed: int) -> Iterator[None]:
+        with kept_random_state():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+
+    def check_model(self) -> None:
+        require_backend()
+        check_collectives(self)
+        check_model(self.settings)
+
+    def check_params(self) -> None:
+        check_params(self.settings)
+
+    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
+        model, given = self.settings.model, self.settings.loss
+        if has_own_step(model) or len(self.settings.label_cols) != 1:
+            return None
+        entries = losses(getattr(model, "loss", None) if given is None else given)
+        return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
+
+    def check_sent(self) -> None:
+        super().check_sent()
+        self._new_dry_run()  # copies what the ranks get
+
+    def dry_run(self, columns: Columns) -> Trial:
+        return self._tried(DryRun.run, columns)
+
+    def without_dry_run(self, first_rows: Callable[[], Columns]) -> Trial:
+        return self._tried(DryRun.look_at, first_rows())
+
+    def _tried(self, use: Callable[[DryRun, Columns], None], columns: Columns) -> Trial:
+        """Return the results of a new dry run that has used some rows."""
+        dry_run, compiled = self._new_dry_run()
+        use(dry_run, columns)
+        checkpoint, callbacks = self.settings.checkpoint_callback, self.settings.callbacks
+        if checkpoint is not None and all(map(adds_no_logs, callbacks)):
+            # Without validation, the hook monitors() has led to a check of its name.
+            is_validated = self.settings.validation is not None
+            has_validation = is_validated or checkpoint.monitor.startswith("val_")
+            dry_run.check_selection(checkpoint, has_validation)
+        passes = self.settings.backward_passes_per_step
+        if passes > 1 and dry_run.why_one_batch_per_step is not None:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a model whose train_step "
+                f"{dry_run.why_one_batch_per_step}, found {passes}."
+            )
+        dry_run.check_monitors("callbacks", callbacks)
+        dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
+        trial = _KerasTrial(
+            dry_run.output_shapes,
+            dry_run.takes_one_row,
+            id_limits(dry_run.model, keras.tree.flatten(dry_run.tensors.inputs)),
+            dry_run=dry_run,
+            compiled=compiled,
+            class_limits=_class_limits(dry_run),
+        )
+        self._check_validation(trial, self.settings.validation is not None)
+        return trial
+
+    def _new_dry_run(self) -> tuple[DryRun, CompileSettings]:
+        """Return a dry run of a new copy of the model, and the copy's compile arguments."""
+        settings = self.settings
+        compiled = settings.compile_settings()
+
+        def compile_model(model: keras.Model, outputs: Outputs | None) -> None:
+            with kept_random_state():
+                compiled.apply(model, outputs)
+
+        dry_run = DryRun(
+            settings.training_model(),
+            settings.inputs.names,
+            settings.label_cols,
+            settings.sample_weight_col,
+            settings.label_shapes,
+            compile_model,
+            settings.class_weight,
+            settings.training_model,
+            compares=compiled.compares,
+            selection=settings.outputs,
+            original=settings.model,
+        )
+        return dry_run, compiled
+
+    def _check_validation(self, trial: _KerasTrial, has_validation: bool) -> None:
+        if has_validation and not trial.dry_run.has_test_loss:
+            raise ParamError(
+                f"validation: the model has its own train_step(), but {NO_TEST_LOSS} Or leave "
+                "validation out."
+            )
+
+    def check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
+        self._check_validation(trial, manifest.validation is not None)
+        if self.settings.class_weight:
+            (label,) = trial.dry_run.tensors.label_fields()
+            check_classes(
+                label.column, label.array(rows_of_model(self.settings, manifest)[label.column])
+            )
+
+    def tensor_dtype(self, name: str, stored: str, trial: Any) -> str:
+        if name == self.settings.sample_weight_col:
+            return str(keras.config.floatx())
+        tensors = trial.dry_run.tensors
+        fields = [*keras.tree.flatten(tensors.inputs), *tensors.label_fields()]
+        dtypes = (f.dtype_of(np.dtype(stored)) for f in fields if f.column == name)
+        return str(next(dtypes, stored))
+
+    def dtype_remedy(self, name: str, dtype: str) -> str:
+        if name == self.settings.sample_weight_col:
+            return "Divide the weights by a constant, or cast them to float or double."
+        if name in self.settings.inputs.names:
+            return f"Give the model's input for {name!r} that type: keras.Input(..., {dtype=})."
+        return f"Call keras.config.set_floatx({dtype!r}) before the model is built."
+
+    def monitors(self) -> list[tuple[str, str | None]]:
+        callback = self.settings.checkpoint_callback
+        selecting = [callback] if callback is not None and selects_by_metric(callback) else []
+        what = "checkpoint_callback: its monitor"
+        return [*super().monitors(), *((what, each.monitor) for each in selecting)]
+
+    def learning_rates(self, trial: Any) -> list[float]:
+        return learning_rates(trial.dry_run.model)
+
+    def has_own_tensorboard(self) -> bool:
+        callbacks = self.settings.callbacks
+        return any(isinstance(each, keras.callbacks.TensorBoard) for each in callbacks)
+
+    def model_identity(self, trial: Any) -> dict[str, Any]:
+        other_rate = self.settings.learning_rate is not None
+        identity = model_fingerprint(trial.dry_run.model, other_rate)
+        # The backends have other random streams, and other states of generators.
+        backend = keras.backend.backend()
+        return {**identity, "loss": named(trial.compiled.loss), "backend": backend}
+
+    def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
+        settings = self.settings
+        check_batches(trial.dry_run.model, common.data)
+        if common.data.passes_per_batch > 1:
+            reason = trial.dry_run.why_one_batch_per_step
+            if reason is not None:
+                common.data.require_one_shard_per_rank("model", f"and its train_step {reason}")
+        reductions_of(trial.dry_run.model, common.buffer_reduction)
+        if common.data.train_plan.num_shards > 1:
+            trial.dry_run.check_metrics()
+        return KerasTrainSpec(
+            **vars(common),
+            # Read after the dry run, which builds a model that was not built.
+            model=ModelPayload(trial.dry_run.model, settings.custom_objects),
+            tensors=trial.dry_run.tensors,
+            weight_by_samples=settings.weights_by_samples(trial.compiled),
+            checkpoint_callback=settings.checkpoint_callback,
+            floatx=keras.config.floatx(),
+            dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
+            collectives=self.collectives,
+            prefetch=settings.tensorflow_dataset_prefetch_buffer_size,
+            squeezed_shapes=trial.dry_run.squeezed_shapes,
+        )
+
+    def rank_function(self) -> Trainer:
+        return train
+
+    def rank_environment(self) -> Mapping[str, str | None]:
+        return {"KERAS_BACKEND": keras.backend.backend(), **self.settings.backend_env}
+
+
+def _class_limits(dry_run: DryRun) -> dict[str, tuple[int, float | None]]:
+    """Return the number of classes, and the ignored number, by label of class numbers."""
+    model, outputs = dry_run.model, dry_run.outputs
+    if outputs is None or has_own_step(model) or dry_run.output_shapes is None:
+        return {}
+    losses = dict(zip(outputs.labels, losses_by_output(model.loss, outputs), strict=True))
+    names = [outputs.labels[position] for position in outputs.selected]
+    limits = {
+        name: class_limit(losses[name], shape)
+        for name, shape in zip(names, dry_run.output_shapes, strict=True)
+        if name is not None
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def model_fingerprint(model: keras.Model, other_rate: bool) -> dict[str, Any]:
+    """Return a model's layers, weight shapes and optimizers, without names that Keras numbers.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model, built and compiled.
+    other_rate : bool
+        Whether a param replaces the optimizer's learning rate.
+    """
+    left_out = ("name", "learning_rate") if other_rate else ("name",)
+    return {
+        "class": named(type(model)),
+        "layers": {
+            f"{number} ({named(type(layer))})": _plain_config(layer)
+            for number, layer in enumerate(all_layers(model, include_self=False))
+        },
+        "weights": [[list(weight.shape), str(weight.dtype)] for weight in model.weights],
+        "optimizers": {
+            f"{number} ({named(type(optimizer))})": _plain_config(optimizer, left_out)
+            for number, optimizer in enumerate(model_optimizers(model))
+        },
+    }
+
+
+def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str, Any]:
+    """Return a config's plain values; an empty dict if there is no config."""
+    try:
+        config = given.get_config()
+    except Exception:
+        return {}
+    plain = {}
+    for key, value in config.items():
+        if key == "learning_rate" and isinstance(value, dict) and key not in left_out:
+            plain[key] = named(value.get("config"))
+        elif key not in left_out and isinstance(value, (bool, int, float, str)):
+            plain[key] = value
+    return plain

@@ -1,0 +1,178 @@
+"""Settings of a Keras fit: the params, and copies of model and compile arguments.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.settings import Settings
+from hvd_estimators.fitting.trial import causes
+from hvd_estimators.keras.backend import all_layers, has_own_compile, kept_random_state
+from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.custom_objects import UnequalCopyError
+from hvd_estimators.keras.dry_run import LAMBDA_REMEDY
+from hvd_estimators.keras.losses import weights_by_samples, without_reduction
+from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
+from hvd_estimators.keras.tensors import input_structure, text_columns
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KerasSettings(Settings):
+    """The params of `KerasEstimator` in one fit."""
+
+    @cached_property
+    def text_cols(self) -> Mapping[str, bool]:
+        """The columns of text inputs, or all columns if the inputs are unknown.
+
+        If the inputs are unknown, bytes stay arrays of numbers, since images are stored as bytes.
+        """
+        model = self.model
+        return text_columns(input_structure(model, self.inputs.names))
+
+    def optimizer_object(self) -> keras.optimizers.Optimizer:
+        """Return the optimizer, as Keras makes it of a name, or the compiled model's."""
+        given = self.optimizer
+        if given is None:
+            given = self.model.optimizer
+        try:
+            return keras.optimizers.get(given)
+        except (TypeError, ValueError) as error:
+            raise ParamError(f"optimizer: expected a Keras optimizer, found {given!r}.") from error
+
+    def training_model(self) -> keras.Model:
+        """Return a copy of the model, not compiled."""
+        objects = self.custom_objects
+        with kept_random_state():
+            try:
+                copy = copy_model(self.model, objects)
+            except Exception as error:
+                reason = _first_reason(error)
+                if isinstance(reason, NameError):
+                    raise ParamError(
+                        f"model: its layers fail on the ranks (NameError: {reason}). "
+                        f"{LAMBDA_REMEDY}"
+                    ) from error
+                lambda_argument = _lambda_argument(self.model)
+                if lambda_argument is not None and "Could not interpret" in str(reason):
+                    raise ParamError(
+                        f"model: {lambda_argument} is a lambda, which Keras cannot copy for the "
+                        "ranks. Set it to a named function (def)."
+                    ) from error
+                raise ParamError(
+                    "model: Keras cannot make equal copies of it for the ranks "
+                    f"({type(reason).__name__}: {reason}). Give each class of its layers a "
+                    "get_config() with all arguments of the constructor, and a from_config() "
+                    "where arguments are Keras objects; or keep each argument in an attribute of "
+                    "its name. Leave out of attributes what belongs to this process, such as "
+                    "open files, locks and datasets."
+                ) from error
+        return copy
+
+    def compile_settings(self) -> CompileSettings:
+        """Return the arguments for compiling the model for training."""
+        given: keras.Model = self.model
+        compiled = dict(given._compile_config.config) if given.compiled else {}
+        compiled.pop("optimizer", None)
+        if compiled.get("jit_compile"):
+            logger.warning(
+                "jit_compile is turned off while the ranks train: XLA cannot compile operations "
+                "between ranks. Compile the model with jit_compile=False to leave this out."
+            )
+        params = {
+            name: self.get(name) for name in ("loss", "loss_weights") if self.get(name) is not None
+        }
+        if self.metrics:
+            params["metrics"] = self.metrics
+        if has_own_compile(given):
+            made_of = CompileSettings(None, compiled, {}, self.label_cols)
+            self.weights_by_samples(made_of)
+            return made_of
+        try:
+            optimizer = OptimizerPayload.of(self.optimizer_object(), self.custom_objects)
+            made = optimizer.make()
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise ParamError(
+                f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
+                f"{error}). Give its class a get_config() with all arguments of the constructor, "
+                "or keep each argument in an attribute of its name. Give a MultiOptimizer an "
+                "OptimizerMap, not a function; set custom_objects to classes and functions that "
+                "the config names."
+            ) from error
+        compiled, params = self._copied(compiled), self._copied(params)
+        rate = self.learning_rate
+        if rate is not None:
+            try:
+                made.learning_rate = rate
+            except (TypeError, AttributeError) as error:
+                raise ParamError(
+                    f"learning_rate: {type(made).__name__} does not let it be set ({error}). Leave "
+                    "learning_rate out, or give an optimizer with a number as its rate."
+                ) from error
+        made_of = CompileSettings(optimizer, compiled, params, self.label_cols, rate)
+        self.weights_by_samples(made_of)
+        return made_of
+
+    def _copied(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of compile arguments, as the ranks get them."""
+        copies = {}
+        for name, value in arguments.items():
+            try:
+                copies[name] = load(dump(value, self.custom_objects))
+            except Exception as error:
+                raise ParamError(
+                    f"{name}: Keras cannot make equal copies for the ranks "
+                    f"({type(error).__name__}: {error}). Give its class a get_config() with all "
+                    "arguments of the constructor, or keep each argument in an attribute of its "
+                    "name."
+                ) from error
+        return copies
+
+    def weights_by_samples(self, compiled: CompileSettings) -> bool:
+        """Return whether batches are weighted by their sample weights; also check the losses.
+
+        See `KerasTrainSpec`.
+        """
+        unreduced = without_reduction(compiled.loss)
+        if unreduced:
+            raise ParamError(
+                f"loss: expected a loss with one number per batch, found {unreduced[0]!r} with "
+                f"reduction={unreduced[0].reduction!r}. Set reduction='sum_over_batch_size', "
+                "'mean_with_sample_weight' or 'sum'."
+            )
+        sums = [e for e in losses(compiled.loss) if getattr(e, "reduction", None) == "sum"]
+        if sums and self.backward_passes_per_step > 1:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a loss with reduction='sum', found "
+                f"{self.backward_passes_per_step}. Set reduction='sum_over_batch_size'."
+            )
+        return weights_by_samples(compiled.loss) and bool(
+            self.sample_weight_col is not None or self.class_weight
+        )
+
+
+def _lambda_argument(model: keras.Model) -> str | None:
+    """Describe a lambda among the arguments of a model's layers, such as an activation."""
+    for layer in all_layers(model):
+        for name, value in vars(layer).items():
+            if getattr(value, "__name__", None) == "<lambda>":
+                return f"{name!r} of the layer {layer.name!r}"
+    return None
+
+
+def _first_reason(error: Exception) -> BaseException:
+    """Return the original cause of an error that Keras wraps."""
+    if isinstance(error, UnequalCopyError):
+        return error
+    *_, first = causes(error)
+    return first

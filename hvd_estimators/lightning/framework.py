@@ -1,0 +1,216 @@
+"""Interface between a fit and Lightning. Runs on the driver."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import torch
+
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.checks import check_collectives
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.trial import Trial
+from hvd_estimators.lightning.checks import check_training
+from hvd_estimators.lightning.dry_run import (
+    LightningTrial,
+    check_loss,
+    check_shards_of_module,
+    check_step,
+    compare_halves,
+    row_shapes,
+    unpacking_hint,
+)
+from hvd_estimators.lightning.loaders import BatchForm
+from hvd_estimators.lightning.package import is_lightning
+from hvd_estimators.lightning.predictor import forward_inputs
+from hvd_estimators.lightning.settings import LightningSettings
+from hvd_estimators.lightning.trainer import train
+from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
+from hvd_estimators.torch.checks import check_column_dtypes, check_layers
+from hvd_estimators.torch.dry_run import check_embeddings, check_one_row
+from hvd_estimators.torch.framework import TorchFramework
+from hvd_estimators.torch.serialization import dump_module, load_module, module_file
+from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.spec import TrainSpec
+
+_OF_A_PART = frozenset(
+    {
+        *("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "callbacks", "logger"),
+        *("profiler", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar"),
+        *("enable_model_summary", "default_root_dir", "num_sanity_val_steps"),
+    }
+)
+"""Trainer arguments that may differ when a run is resumed."""
+
+_ACCUMULATION_CALLBACK = "callbacks.GradientAccumulationScheduler"
+
+_USERS_DATA_PARAMS = (
+    *("transformation_edit_fields", "transformation_removed_fields", "debug_data_loader"),
+    *("train_async_data_loader_queue_size", "val_async_data_loader_queue_size"),
+)
+"""Params that a LightningDataModule gets as keyword arguments of the same names."""
+
+
+class LightningFramework(TorchFramework):
+    """The part of a fit that `LightningEstimator` has by itself."""
+
+    settings_class = LightningSettings
+    name = "lightning"
+    ranks_log = True
+    sent = (*TorchFramework.sent, "logger", "profiler", "trainer_args")
+    settings: LightningSettings
+
+    def check_params(self) -> None:
+        check_training(self.settings)
+        check_collectives(self)
+        check_layers(self.settings, self.collectives)
+        check_column_dtypes(self.settings)
+
+    @property
+    def reads_itself(self) -> bool:
+        return self.settings.has_lightning_data
+
+    def dry_run(self, columns: Columns) -> Trial:
+        settings = self.settings
+        module = settings.model
+        batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
+        try:
+            batch = dict(BatchForm(settings.column_dtypes, settings.column_shapes).apply(batch))
+        except RuntimeError as error:
+            raise ShapeError(
+                f"input_shapes, label_shapes: the columns cannot be reshaped to "
+                f"{settings.column_shapes} ({error}). Set shapes of as many elements as the "
+                "columns have."
+            ) from error
+        features = list(settings.inputs.names)
+        one_row = check_step(module, batch, features, settings.label_cols, settings.trainer_args)
+        halves = compare_halves(module, batch, settings.trainer_args)
+        shapes = None
+        if set(features) <= set(columns):  # otherwise a transformation has replaced these columns
+            arrays = [columns[name] for name in features]
+            spec = settings.tensor_spec
+            shapes = row_shapes(module, forward_inputs(module, arrays, spec), spec) or None
+        return LightningTrial(shapes, one_row, loss_of_halves=halves)
+
+    def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+        dtype: str = self.settings.column_dtypes.get(name, stored)
+        return dtype
+
+    def metric_names(self) -> list[str] | None:
+        return None  # modules and callbacks can log any name
+
+    def model_identity(self, trial: Trial) -> dict[str, Any]:
+        identity = super().model_identity(trial)
+        settings, module = self.settings, self.settings.model
+        arguments = {k: v for k, v in settings.trainer_args.items() if k not in _OF_A_PART}
+        identity["trainer_args"] = named(arguments)
+        identity["hparams"] = named(dict(module.hparams))
+        if settings.learning_rate is None:
+            # Lightning's tuner sets these attributes.
+            rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
+            identity["rates"] = named(rates)
+        return identity
+
+    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        settings = self.settings
+        if isinstance(trial, LightningTrial) and common.data.num_shards > 1:
+            check_loss(trial.loss_of_halves)
+        check_embeddings(settings.model, common.data)
+        if trial.takes_one_row is False and settings.train_steps_per_epoch is None:
+            check_one_row(settings.model, common.data, trial.takes_one_row)
+        check_shards_of_module(settings.model, common.data, settings.trainer_args)
+        if not settings.has_lightning_data:
+            common.data.require_rows_in_batches("model: a LightningModule")
+            common.data.require_validation_rows()
+        trainer_args = settings.trainer_args
+        by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
+        common = replace(
+            common,
+            callbacks=(),
+            use_gpu=common.use_gpu and settings.num_gpus != 0,
+            epochs=epochs_of_run(trainer_args, common.epochs, common.data.train_steps_per_epoch),
+            backward_passes_per_step=trainer_args.pop(
+                "accumulate_grad_batches", common.backward_passes_per_step
+            ),
+        )
+        objects = TrainerObjects(
+            callbacks=(*settings.callbacks, *as_list(trainer_args.pop("callbacks", None))),
+            logger=trainer_args.pop("logger", settings.logger),
+            profiler=trainer_args.pop("profiler", settings.profiler),
+            arguments=trainer_args,
+        )
+        schedules = (is_lightning(c, _ACCUMULATION_CALLBACK) for c in objects.callbacks)
+        return LightningTrainSpec(
+            **vars(common),
+            weighs_by_batch=by_lightning or any(schedules),
+            flavor=settings.flavor,
+            module=module_file(with_learning_rate(settings.model, settings.learning_rate)),
+            collectives=self.collectives,
+            objects=cloudpickle.dumps(objects),
+            form=BatchForm(settings.column_dtypes, settings.column_shapes),
+            batch_hint=unpacking_hint(settings.inputs.names, settings.label_cols),
+            log_every_n_steps=settings.log_every_n_steps,
+            users_data={
+                "num_reader_epochs": settings.loader_num_epochs,
+                **{name: settings.get(name) for name in _USERS_DATA_PARAMS},
+            },
+        )
+
+    def rank_function(self) -> Trainer:
+        return train
+
+
+def with_learning_rate(module: Any, rate: float | None) -> Any:
+    """Return a module, or a copy with the learning rate set as Lightning's tuner sets it."""
+    if rate is None:
+        return module
+    module = load_module(dump_module(module))
+    is_set = False
+    for name in ("learning_rate", "lr"):
+        if hasattr(module, name):
+            setattr(module, name, rate)
+            is_set = True
+        if name in module.hparams:
+            module.hparams[name] = rate
+            is_set = True
+    if is_set:
+        return module
+    raise ParamError(
+        "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
+        "hparams. Give it one, which configure_optimizers() uses."
+    )
+
+
+def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:
+    """Return the number of epochs of a run.
+
+    If steps or time end the run, the function sets ``max_epochs=-1`` in ``trainer_args``.
+
+    Raises
+    ------
+    ParamError
+        If training would do nothing or would not end.
+    """
+    given = trainer_args.pop("max_epochs", epochs)
+    max_steps = trainer_args.get("max_steps", -1)
+    if given is None and (max_steps != -1 or trainer_args.get("max_time")):
+        given = -1
+    given = epochs if given is None else given
+    if given > 0:
+        return int(given)
+    if given != -1 or max_steps == 0:
+        raise ParamError(
+            f"trainer_args: max_epochs={given}, max_steps={max_steps} train nothing. Set "
+            "max_epochs to 1 or more, or to -1 with max_steps or max_time."
+        )
+    if max_steps == -1 and not trainer_args.get("max_time"):
+        raise ParamError(
+            "trainer_args: max_epochs=-1 trains without end. Set max_steps or max_time."
+        )
+    trainer_args["max_epochs"] = -1
+    passes = trainer_args.get("accumulate_grad_batches", 1)
+    return math.ceil(max_steps * passes / steps_per_epoch) if max_steps > 0 else 1_000_000

@@ -1,0 +1,228 @@
+"""Checks of a torch fit's params: model, optimizer, loss, metrics and step. Runs on the driver."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import fields
+
+import torch
+
+from hvd_estimators._util.documents import to_python
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.params import functions
+from hvd_estimators.torch.callbacks import check_callback
+from hvd_estimators.torch.dry_run import check_initialized, check_modes
+from hvd_estimators.torch.loss import check_reduced, check_weightable
+from hvd_estimators.torch.objective import check_joint
+from hvd_estimators.torch.optimizer_step import StepOptions, check_first_order, make_scheduler
+from hvd_estimators.torch.serialization import (
+    check_parameters,
+    dump_optimizer,
+    load_optimizer,
+    plain_module,
+)
+from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.shard_state import reductions_of
+from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
+
+logger = logging.getLogger(__name__)
+
+STEP_PARAMS = tuple(field.name for field in fields(StepOptions))
+"""Params of the standard training step."""
+
+
+def check_training(settings: TorchSettings) -> None:
+    """Check model, optimizer, loss and metrics together."""
+    if not isinstance(settings.model, torch.nn.Module):
+        raise ParamError(f"model: expected a torch.nn.Module, found {type(settings.model)}.")
+    check_modes(settings.model)
+    check_initialized(settings.model)
+    if not isinstance(settings.optimizer, torch.optim.Optimizer):
+        raise ParamError(
+            f"optimizer: expected a torch.optim.Optimizer, found {settings.optimizer!r}."
+        )
+    if not isinstance(getattr(settings.optimizer, "param_groups", None), list):
+        raise ParamError(
+            f"optimizer: {type(settings.optimizer).__name__} has no param_groups, in which an "
+            "optimizer lists the parameters that it trains. Set the optimizer that it wraps."
+        )
+    check_first_order(settings.optimizer)
+    needed = settings.train_minibatch_fn is None and _needed_of_step(settings.optimizer)
+    if needed:
+        raise ParamError(
+            f"optimizer: {type(settings.optimizer).__name__}.step() needs {needed}, with which "
+            "it runs the model repeatedly. Here a step has one forward and one backward pass "
+            "per batch. Set another optimizer, or a "
+            "train_minibatch_fn that calls optimizer.step(closure)."
+        )
+    if (
+        not settings.callbacks
+        and settings.train_minibatch_fn is None
+        and _has_scheduler(settings.optimizer)
+    ):
+        logger.warning(
+            "optimizer: it has a learning rate scheduler that nothing steps here, so its "
+            "learning rate stays %s. Create the scheduler in a callback's on_train_begin(), or "
+            "step it in a train_minibatch_fn, with stateful=[scheduler].",
+            ", ".join(str(group.get("lr")) for group in settings.optimizer.param_groups),
+        )
+    check_parameters(settings.model, settings.optimizer)
+    if getattr(settings.model, "_compiled_call_impl", None) is not None:
+        logger.warning(
+            "model: model.compile() has no effect on the ranks, because pickling drops it. Set "
+            "model=torch.compile(model) instead."
+        )
+    reductions_of(plain_module(settings.model), settings.buffer_reduction)
+    _check_losses(settings)
+    for loss in settings.losses_in("loss") or ():
+        if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+            raise ParamError(
+                f"loss: found the class {loss.__name__}. Set an object of it, {loss.__name__}()."
+            )
+    _ = settings.column_shapes, settings.metric_groups()
+    _check_step(settings)
+    for callback in settings.callbacks:
+        check_callback(callback)
+    step = settings.train_minibatch_fn
+    if step is not None and not callable(step):
+        raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
+    if settings.store.saving_runs():
+        _check_extra_state(plain_module(settings.model))
+        _warn_of_undeclared_state(settings)
+
+
+def check_column_dtypes(settings: TorchSettings) -> None:
+    """Check that ``column_dtypes`` has only columns that are read."""
+    needed = settings.needed_columns
+    unknown = sorted(settings.column_dtypes.keys() - {*needed})
+    if unknown and settings.transformation is None:
+        raise ParamError(
+            f"column_dtypes: {unknown[0]!r} is not a column that is read. Set one of "
+            f"{', '.join(map(repr, needed))}.{did_you_mean(unknown[0], needed)}"
+        )
+
+
+def check_layers(settings: TorchSettings, collectives: str) -> None:
+    """Check that the model's layers can use the collectives."""
+    if collectives == "horovod":
+        return
+    for name, layer in plain_module(settings.model).named_modules():
+        if type(layer).__module__.startswith("horovod."):
+            raise ParamError(
+                f"collectives: expected 'horovod', because the model's layer {name!r} is a "
+                f"{type(layer).__name__} of Horovod, found {settings.collectives!r}"
+                f", which stands for torch.distributed here. Set collectives='horovod', or "
+                "another layer."
+            )
+
+
+def _check_step(settings: TorchSettings) -> None:
+    """Check clipping, scheduler, precision and class weights."""
+    if settings.train_minibatch_fn is not None:
+        for name in (*STEP_PARAMS, "class_weight"):
+            of_epochs = name == "lr_scheduler" and settings.lr_scheduler_interval == "epoch"
+            if settings.differs(name) and not of_epochs:
+                raise ParamError(
+                    f"{name}: found {settings.get(name)!r} and a train_minibatch_fn, which has its "
+                    f"own loss and step. Leave {name} out, and do this in the function."
+                )
+    if settings.lr_scheduler is not None:
+        module, optimizer = settings.model, settings.optimizer
+        copied = load_optimizer(dump_optimizer(optimizer, module), module)
+        make_scheduler(settings.lr_scheduler, copied, settings.lr_scheduler_interval)
+
+
+def _check_losses(settings: TorchSettings) -> None:
+    """Check the loss, or its constructors, against the labels."""
+    loss, constructors, labels = settings.loss, settings.loss_constructors, settings.label_cols
+    if loss is not None and constructors is not None:
+        raise ParamError("Set either loss or loss_constructors.")
+    if loss is None and constructors is None:
+        if settings.train_minibatch_fn is None or settings.validation is not None:
+            raise ParamError(
+                "Set either loss or loss_constructors. A train_minibatch_fn that computes its "
+                "own loss needs neither, without validation."
+            )
+        return
+    if settings.is_joint:
+        _check_joint_loss(settings, "loss" if constructors is None else "loss_constructors")
+        return
+    if not labels:
+        raise ParamError(
+            "label_cols: found [], and loss_form='per_label' compares outputs to labels. Set "
+            "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols."
+        )
+    for name in ("loss", "loss_constructors"):
+        if settings.get(name) is not None:
+            settings.losses_per_label(name)
+    chosen = settings.outputs
+    if chosen is not None and len(chosen) != len(labels):
+        raise ParamError(
+            f"outputs: expected one per label, {len(labels)}, found {len(chosen)}: {chosen}. "
+            "Set loss_form='joint' for one loss of all outputs."
+        )
+    if loss is not None and settings.is_weighted:
+        check_weightable(settings.losses_per_label("loss"))
+    if loss is not None and settings.sample_weight_col is None:
+        check_reduced(settings.losses_per_label("loss"))
+
+
+def _check_joint_loss(settings: TorchSettings, name: str) -> None:
+    given = functions(name, settings.get(name))
+    if len(given) != 1:
+        raise ParamError(f"{name}: expected one with loss_form='joint', found {len(given)}.")
+    if name == "loss":
+        check_joint(given[0], settings.is_weighted)
+    if settings.loss_weights is not None:
+        raise ParamError(
+            "loss_weights: a joint loss weights its parts itself. Leave loss_weights out."
+        )
+    labels, chosen = settings.label_cols, settings.outputs
+    if settings.metrics and (not labels or (chosen and len(chosen) != len(labels))):
+        raise ParamError(
+            "metrics: they compare outputs to labels, one to one, found "
+            f"label_cols={labels}, outputs={chosen}. Leave metrics out, or set one output per "
+            "label in outputs."
+        )
+
+
+def _warn_of_undeclared_state(settings: TorchSettings) -> None:
+    """Warn if train_minibatch_fn is set and no object with a state is declared."""
+    if settings.train_minibatch_fn is None or settings.stateful is not None:
+        return
+    given = {name: settings.get(name) for name in ("train_minibatch_fn", "callbacks")}
+    declared = StatefulObjects(given, plain_module(settings.model), (settings.optimizer,))
+    if not any(declared.items()):
+        logger.warning(
+            "train_minibatch_fn is set and stateful is not. If the function uses objects with "
+            "state, such as a scheduler or a GradScaler, checkpoints do not hold their state, "
+            "and a resumed run starts with the state from before training. Set stateful=[...] "
+            "to these objects, or stateful=[] if there are none."
+        )
+
+
+def _check_extra_state(model: torch.nn.Module) -> None:
+    """Reject a module if a checkpoint could not restore its ``get_extra_state()``."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor) and not is_loadable(to_python(value)):
+            raise ParamError(
+                f"model: {name!r} in its state_dict() is more than tensors and plain values: "
+                f"found {value!r:.80}. Loading it from a checkpoint would run code from the file. "
+                "Return numbers, strings, tensors, and lists and dicts of them from "
+                "get_extra_state()."
+            )
+
+
+def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a torch scheduler has replaced the optimizer's ``step``."""
+    return "step" in vars(optimizer) and any("initial_lr" in g for g in optimizer.param_groups)
+
+
+def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:
+    """Return the required arguments of an optimizer's ``step``, such as ``closure``."""
+    # Inspect the class's step: a scheduler's replacement on the object has no bound self.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return ", ".join(needed)

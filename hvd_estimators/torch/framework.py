@@ -1,0 +1,293 @@
+"""Interface between a fit and torch. Runs on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.fitting.checks import check_collectives
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.framework import Fittable, Framework, build, is_function
+from hvd_estimators.fitting.planning import rows_of_model
+from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
+from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
+from hvd_estimators.torch.checks import (
+    STEP_PARAMS,
+    check_column_dtypes,
+    check_layers,
+    check_training,
+)
+from hvd_estimators.torch.dry_run import (
+    check_batches,
+    check_embeddings,
+    check_fit,
+    check_optimizer_state,
+    check_own_step,
+    needs_two_rows,
+    takes_one_row,
+)
+from hvd_estimators.torch.lookups import Lookups
+from hvd_estimators.torch.loss import ignored_class, kind_of_outputs, takes_class_indices
+from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
+from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
+from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
+from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.row_weights import check_classes
+from hvd_estimators.training.spec import TrainSpec
+
+
+class TorchFramework(Framework):
+    """The part of a fit that `TorchEstimator` has by itself."""
+
+    settings_class = TorchSettings
+    name = "torch"
+    model_class = torch.nn.Module
+    sent = (
+        *Framework.sent,
+        *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
+    )
+    run_settings = (
+        *Framework.run_settings,
+        *("input_shapes", "input_form", "column_dtypes"),
+        *("loss", "loss_constructors", "train_minibatch_fn"),
+    )
+    optional_run_settings = (
+        *Framework.optional_run_settings,
+        *("loss_form", "class_weight", *STEP_PARAMS),
+    )
+    settings: TorchSettings
+
+    @classmethod
+    def with_objects(cls, estimator: Fittable) -> Fittable:
+        estimator = super().with_objects(estimator)
+        model, optimizer = map(estimator.getOrDefault, ("model", "optimizer"))
+        if isinstance(model, torch.nn.Module) and is_function(optimizer):
+            built = build("optimizer", optimizer, torch.optim.Optimizer, model.parameters())
+            return estimator.copy({"optimizer": built})
+        return estimator
+
+    @staticmethod
+    @contextlib.contextmanager
+    def seeded(seed: int) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+
+    def check_params(self) -> None:
+        check_training(self.settings)
+        check_collectives(self)
+        check_layers(self.settings, self.collectives)
+        check_column_dtypes(self.settings)
+
+    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
+        loss = self.settings.only_loss()
+        return None if loss is None else kind_of_outputs(loss, shape)
+
+    def check_sent(self) -> None:
+        super().check_sent()
+        model = plain_module(self.settings.model)
+        if isinstance(model, torch.nn.Module):
+            check_parameters(model, None)
+        if not isinstance(model, torch.jit.ScriptModule):
+            check_sendable("model", model, Pickler)
+        optimizer = self.settings.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_sendable("optimizer", optimizer, Pickler)
+
+    def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
+        settings = self.settings
+        # A transformation may change the shape of labels, and a user's step their type.
+        changed = settings.transformation or settings.train_minibatch_fn
+        if settings.is_joint or changed is not None:
+            return {}
+        losses = settings.losses_in("loss") or ()
+        dtypes = {
+            label: "int64"
+            for label, loss in zip(settings.label_cols, losses, strict=False)
+            if takes_class_indices(loss) and label in numbers
+        }
+        new = {**dtypes, **settings.column_dtypes}
+        return {"column_dtypes": new} if new != settings.column_dtypes else {}
+
+    def dry_run(self, columns: Columns) -> Trial:
+        trial = self._tried(columns)
+        return replace(trial, class_limits=self._class_limits(trial.output_shapes or ()))
+
+    def _tried(self, columns: Columns) -> Trial:
+        settings = self.settings
+        check_optimizer_state(settings.model, settings.optimizer)
+        shapes = None
+        if settings.train_minibatch_fn is not None:
+            shapes = check_own_step(
+                settings.model,
+                settings.optimizer,
+                settings.objective(),
+                columns,
+                settings.backward_passes_per_step,
+            )
+            if settings.validation is None:
+                return Trial(shapes or None)
+        tensors = settings.tensor_spec
+        with autocast(settings.precision, "cpu"):
+            tried = check_fit(
+                *(
+                    settings.model,
+                    settings.loss_function(),
+                    tensors,
+                    columns,
+                    settings.named_metrics(),
+                ),
+                validates=settings.validation is not None,
+                declares_state=settings.stateful is not None,
+            )
+
+        def call(rows: int) -> Callable[[Any], Any]:
+            inputs = tensors.inputs(repeated(columns, rows))
+
+            def run(module: torch.nn.Module) -> None:
+                with Lookups(dict(zip(tensors.feature_cols, inputs, strict=True))) as lookups:
+                    tensors.call(module, inputs)
+                id_limits.update(lookups.id_limits)
+
+            return run
+
+        id_limits: dict[str, int] = {}
+        one_row = takes_one_row(settings.model, call(1), [call(2), call(3)])
+        return Trial(tried or shapes or None, one_row, id_limits)
+
+    def check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
+        settings = self.settings
+        if settings.class_weight and settings.transformation is None:
+            (label,) = settings.label_cols
+            check_classes(label, rows_of_model(settings, manifest)[label])
+
+    def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+        if name == self.settings.sample_weight_col:
+            return "float32"
+        dtype: str = self.settings.column_dtypes.get(name, "float32")
+        return dtype
+
+    def dtype_remedy(self, name: str, dtype: str) -> str:
+        if name == self.settings.sample_weight_col:
+            return "Divide the weights by a constant, or cast them to float or double."
+        is_label = name in self.settings.label_cols
+        # Losses of numbers take no integers.
+        return f"Set column_dtypes={{{name!r}: {'float64' if is_label else dtype!r}}}."
+
+    def _class_limits(
+        self, shapes: Sequence[tuple[int | None, ...]]
+    ) -> dict[str, tuple[int, float | None]]:
+        """Return the number of classes, and the ignored number, by label of class numbers."""
+        settings = self.settings
+        if settings.is_joint or settings.train_minibatch_fn is not None:
+            return {}
+        limits: dict[str, tuple[int, float | None]] = {}
+        losses = settings.losses_in("loss") or ()
+        for label, loss, shape in zip(settings.label_cols, losses, shapes, strict=False):
+            is_number = settings.column_dtypes.get(label, "").startswith("int")
+            if takes_class_indices(loss) and is_number and shape and shape[0] is not None:
+                limits[label] = shape[0], ignored_class(loss)
+        return limits
+
+    def metric_names(self) -> list[str] | None:
+        names = self.settings.named_metrics().names
+        return None if names is None else ["loss", *names]
+
+    def monitors(self) -> list[tuple[str, str | None]]:
+        stopping = [c for c in self.settings.callbacks if isinstance(c, EarlyStopping)]
+        return [*super().monitors(), *((MONITOR, callback.monitor) for callback in stopping)]
+
+    def learning_rates(self, trial: Trial) -> list[float]:
+        optimizer = self.settings.optimizer
+        own = learning_rates(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
+        return super().learning_rates(trial) or own
+
+    def model_identity(self, trial: Trial) -> dict[str, Any]:
+        settings = self.settings
+        return _model_fingerprint(
+            settings.model, settings.optimizer, settings.learning_rate is not None
+        )
+
+    def min_batch_rows(self, trial: Trial) -> int:
+        return 2 if needs_two_rows(self.settings.model, trial.takes_one_row) else 1
+
+    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        settings = self.settings
+        own_step = settings.train_minibatch_fn is not None
+        all_rows = settings.train_steps_per_epoch is None
+        check_embeddings(settings.model, common.data)
+        check_batches(settings.model, common.data, own_step, all_rows, trial.takes_one_row)
+        return TorchTrainSpec(
+            **{**vars(common), "callbacks": ()},
+            collectives=self.collectives,
+            objects=module_file(self.trained_objects(), settings.stateful or ()),
+        )
+
+    def trained_objects(self) -> TrainedObjects:
+        settings = self.settings
+        return TrainedObjects(
+            module=settings.model,
+            optimizer=settings.optimizer,
+            callbacks=tuple(settings.callbacks),
+            stateful=tuple(settings.stateful or ()),
+            objective=settings.objective(),
+            options=StepOptions(**{name: settings.get(name) for name in STEP_PARAMS}),
+            learning_rate=settings.learning_rate,
+            returned={
+                name: settings.get(name) for name in ("loss", "loss_constructors", "metrics")
+            },
+        )
+
+    def rank_function(self) -> Trainer:
+        return train
+
+
+def _model_fingerprint(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, other_rate: bool
+) -> dict[str, Any]:
+    """Return the fingerprint: layers, shapes of weights, and the optimizer's options.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model. A compiled module has the fingerprint of the original module.
+    optimizer : torch.optim.Optimizer or None
+        None if the module creates the optimizer on the ranks.
+    other_rate : bool
+        Whether a param replaces the optimizer's learning rate.
+    """
+    module = plain_module(module)
+    identity: dict[str, Any] = {
+        "class": named(type(module)),
+        # Remove memory addresses, which may appear for functions among a module's attributes.
+        "layers": re.sub(r" at 0x[0-9a-f]+", "", repr(module)),
+        "weights": [
+            [name, None if is_lazy(value) else list(value.shape), str(value.dtype)]
+            for name, value in module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    if optimizer is not None:
+        # The param that replaces the optimizer's rate is one of the run settings.
+        left_out = {"params", "initial_lr"} | ({"lr"} if other_rate else set())
+        identity["optimizer"] = named(type(optimizer))
+        identity["options"] = {
+            f"group {number}": {
+                key: named(_number(value)) for key, value in group.items() if key not in left_out
+            }
+            for number, group in enumerate(optimizer.param_groups)
+        }
+    return identity
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,121 @@
+"""Settings of a torch fit: the params and the objects that are made from them.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.settings import Settings
+from hvd_estimators.torch.loss import Loss
+from hvd_estimators.torch.metrics import Metrics
+from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.objective_args import (
+    loss_weights,
+    losses,
+    make_objective,
+    metric_groups,
+    per_label,
+)
+from hvd_estimators.torch.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class TorchSettings(Settings):
+    """The params of `TorchEstimator` and `LightningEstimator` in one fit."""
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if rows have weights."""
+        return bool(self.sample_weight_col or self.class_weight)
+
+    @property
+    def is_joint(self) -> bool:
+        """True if one loss takes all outputs."""
+        return bool(self.loss_form == "joint")
+
+    @cached_property
+    def column_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of columns from input_shapes and label_shapes.
+
+        Raises
+        ------
+        ParamError
+            If the number of shapes differs from the number of columns.
+        """
+        given_shapes: dict[str, tuple[int, ...]] = {}
+        for param_name, of, columns in (
+            ("input_shapes", "feature_cols", self.inputs.names),
+            ("label_shapes", "label_cols", self.label_cols),
+        ):
+            given = self.get(param_name)
+            if given is None:
+                continue
+            if len(given) != len(columns):
+                raise ParamError(
+                    f"{param_name}: expected one shape per column of {of}, {len(columns)}, found "
+                    f"{len(given)}."
+                )
+            given_shapes.update(zip(columns, map(tuple, given), strict=True))
+        return given_shapes
+
+    @cached_property
+    def tensor_spec(self) -> TensorSpec:
+        """The conversion between columns and tensors."""
+        input_shapes, label_shapes = self.input_shapes, self.label_shapes
+        return TensorSpec(
+            feature_cols=self.inputs.names,
+            label_cols=tuple(self.label_cols),
+            sample_weight_col=self.sample_weight_col,
+            input_shapes=tuple(map(tuple, input_shapes)) if input_shapes else None,
+            label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
+            dtypes=self.column_dtypes,
+            input_form=self.input_form,
+            outputs=self.outputs,
+            pairs=bool(self.label_cols) and not self.is_joint,
+        )
+
+    def objective(self) -> Objective:
+        """Return the training objective: losses and metrics."""
+        return replace(
+            make_objective(self.get, self.tensor_spec),
+            train_minibatch_fn=self.train_minibatch_fn,
+            upstream_names=self.upstream_names,
+            class_weight=self.class_weight,
+        )
+
+    def loss_function(self) -> Loss | JointLoss | None:
+        """Return the loss; None if the ranks create it."""
+        functions = self.losses_in("loss")
+        if functions is None:
+            return None
+        if self.is_joint:
+            return JointLoss(functions[0])
+        return Loss(functions, loss_weights(self.loss_weights, len(self.label_cols)))
+
+    def losses_per_label(self, name: str) -> list[Any]:
+        """Return a param's callables, one per label; a single callable serves all labels."""
+        return per_label(name, self.get(name), len(self.label_cols))
+
+    def only_loss(self) -> Callable[..., Any] | None:
+        """Return the loss of the only label; None for several labels, or an unknown loss."""
+        losses = self.losses_in("loss") or ()
+        is_single = len(self.label_cols) == len(losses) == 1
+        return losses[0] if is_single and not self.is_joint else None
+
+    def losses_in(self, name: str) -> tuple[Any, ...] | None:
+        """Return a param's callables, one per label, or a joint one; None if it is not set."""
+        return losses(name, self.get(name), len(self.label_cols), self.is_joint)
+
+    def metric_groups(self) -> tuple[tuple[Any, ...], ...]:
+        """Return metrics as groups; a single metric is a group of one."""
+        return metric_groups(self.metrics, len(self.label_cols))
+
+    def named_metrics(self) -> Metrics:
+        """Return the metrics by name; empty for a model that logs its own metrics."""
+        return Metrics(self.metric_groups(), self.label_cols, self.upstream_names)
