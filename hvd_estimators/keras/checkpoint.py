@@ -32,7 +32,7 @@ from hvd_estimators.keras.metrics import (
     summed_variables,
 )
 from hvd_estimators.keras.model_file import ModelValues, config_of, load_values, save_values
-from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
 from hvd_estimators.store import Store
 from hvd_estimators.store.files import CHUNK_BYTES
@@ -224,11 +224,8 @@ def restore_run(
     spec: TrainSpec, model: keras.Model, rank: int, best_model: BestModel | None
 ) -> RunState | None:
     """Load the run's newest checkpoint on all ranks; return None without a checkpoint."""
-    # The numbers of an epoch depend on the states with which the run began.
-    seeds = [(variable, variable.numpy()) for variable in seed_states(model)]
-    state = restore(spec.store, spec.run, exchange, rank, functools.partial(load_values, model))
-    for variable, value in seeds:
-        variable.assign(value)
+    load = functools.partial(load_values, model)
+    state = restore(spec.store, spec.run, exchange, rank, load)
     if state is not None and best_model is not None:
         best_model.fetch()
     return state

@@ -52,7 +52,7 @@ from hvd_estimators.keras.model_file import save_values
 from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.schedules import LearningRateWarmupCallback
 from hvd_estimators.keras.serialization import ModelPayload
-from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
@@ -141,6 +141,7 @@ class _Trainer:
                 spec.checkpoint_callback, directory, spec.run.checkpoints_path, spec.store
             )
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+        self.seeds = [(state, state.numpy()) for state in seed_states(self.model)]
         self.restored = restore_run(spec, self.model, self.rank, self.best_model)
         self.spec = spec = without_further_epochs(spec, self.restored)
         optimizers = model_optimizers(self.model)
@@ -255,6 +256,9 @@ class _Trainer:
             # the step, and if the first steps do not fill a call.
             model.steps_per_execution = 1
         rows = 0 if self.restored is None else self.restored.rows
+        # The numbers of an epoch depend on the states with which the run began.
+        for seed, value in self.seeds:
+            seed.assign(value)
         streams = RandomStreams(model, spec.data.random_seed, self.rank, done, rows)
         micro_batches = MicroBatches(
             model, spec.data.num_shards, self.rank, self.size, streams, steps_per_call

@@ -15,6 +15,8 @@ from keras_reference import assert_same_weights, pooled_estimator, train_alone
 from parquet_files import write_columns
 from reference import global_batches, write_rows
 
+from hvd_estimators.keras.shard_state import seed_states
+
 pytestmark = pytest.mark.integration
 
 
@@ -355,7 +357,11 @@ def test_all_layers_train_as_one_process(store: Any, names: list[str]) -> None:
     for batch in global_batches(24, 2, 4):
         rows = [columns[name][batch] for name in features]
         alone.train_on_batch(rows, columns["label"][batch, None])
+    # Ranks have random states of their own, which these layers do not use.
+    seeds = {id(state) for state in seed_states(alone)}
     for ours, expected, start in zip(found.variables, alone.variables, before, strict=True):
+        if id(expected) in seeds:
+            continue
         moved = np.abs(expected.numpy() - start).max()
         # A softmax over keys cancels a bias that all keys share.
         assert not expected.trainable or moved > 0 or expected.path.endswith("key/bias")
