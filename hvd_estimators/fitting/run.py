@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -35,11 +34,6 @@ from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, named_weights, unequal_weights
 
 logger = logging.getLogger(__name__)
-
-# Differences between models or optimizers that cannot load each other's state.
-_OTHER_STATE = re.compile(
-    r"model: (?:weights .*|optimizer .*|optimizers: [^:]*\(now with(?:out)?\))"
-)
 
 
 @dataclass(frozen=True)
@@ -158,18 +152,21 @@ class Run:
                 run_file(self.paths.run_path, "metadata"),
             )
             return
-        recorded = self.metadata.get("fingerprint", {})
-        differing = differences(recorded, as_json(self.paths.fingerprint))
+        recorded, own = self.metadata.get("fingerprint", {}), as_json(self.paths.fingerprint)
+        differing = differences(recorded, own)
         if differing:
             raise ParamError(
                 f"run_id: the store holds a run {run_id!r} that this fit cannot resume. It was "
                 f"trained with {'; '.join(differing)}. Set another run_id, or none for a new run, "
-                f"or restore these settings. {self._advice(differing)}"
+                f"or restore these settings. {self._advice(recorded, own)}"
             )
 
-    def _advice(self, differing: Sequence[str]) -> str:
+    def _advice(self, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         """Return advice other than a new run_id, depending on whether the checkpoints can load."""
-        if any(map(_OTHER_STATE.fullmatch, differing)):
+        before, after = recorded.get("model", {}), own.get("model", {})
+        shared = before.keys() & after.keys()
+        others = any(before[key] != after[key] for key in {"weights", "optimizer"} & shared)
+        if others or before.get("optimizers", {}).keys() != after.get("optimizers", {}).keys():
             return (
                 "The checkpoints hold weights and optimizer state of the other network, which this "
                 "one cannot load. To begin with some of its weights, load them into the model by "
