@@ -28,7 +28,7 @@ SOURCES := hvd_estimators tests benchmarks deploy examples docs setup.py
 # Tests train with these. Some of their own dependencies do not fit beside the others.
 LIBRARIES := accelerate keras-hub pytorch-metric-learning pytorch-optimizer pytorch-ranger timm \
 	torch-optimizer
-EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,torch
+EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,tables,torch
 
 # An environment is as its files say if it has the stamp of their contents. That of the demo is
 # the first part of .venv.

@@ -14,6 +14,7 @@ SOURCE = "<clone or wheel of hvd_estimators>"
 INSTALL = {
     "adlfs": f'pip install "{SOURCE}[azure]"',
     "comet_ml": "pip install comet_ml",
+    "deltalake": f'pip install "{SOURCE}[tables]"',
     "gcsfs": f'pip install "{SOURCE}[gcs]"',
     "hdfs_native": f'pip install "{SOURCE}[hdfs]"',
     "horovod": BUILD_HOROVOD,

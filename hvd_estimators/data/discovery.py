@@ -26,6 +26,7 @@ from hvd_estimators.data.footers import (
 )
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split, stored_names
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
+from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import (
     check_partition,
     column_spec,
@@ -68,8 +69,8 @@ def read_split(
 
 def read_manifest(
     store: Store,
-    train_path: str | Sequence[str],
-    val_path: str | Sequence[str] | None,
+    train_path: str | TableFiles | Sequence[str],
+    val_path: str | TableFiles | Sequence[str] | None,
     names: Sequence[str],
     *,
     allow_text: bool | Mapping[str, bool] = False,
@@ -81,8 +82,9 @@ def read_manifest(
     ----------
     store : Store
         Opens the files.
-    train_path, val_path : str or sequence of str
-        Directories of Parquet files, or single files; ``val_path`` is None without validation.
+    train_path, val_path : str, sequence of str or TableFiles
+        Directories of Parquet files, single files, or the files of a table. ``val_path`` is None or
+        empty without validation.
     names : sequence of str
         The required columns. A column that is not in the files is looked up in the paths, as a Hive
         partition.
@@ -107,20 +109,28 @@ def read_manifest(
     select = _DataFile.selecting(names)
     train = read_footers(store, *train_paths, select=select, spread=spread)
     validation = read_footers(store, *val_paths, select=select, spread=spread)
+    for table, files in ((train_path, train), (val_path, validation)):
+        if isinstance(table, TableFiles):
+            table.check_rows({file.file: file.rows for file in files})
     with_rows = [file for file in [*train, *validation] if file.rows]
     if not any(file.rows for file in train):
-        raise DataError(
-            f"The Parquet files under {', '.join(map(repr, train_paths))} hold no rows."
-        )
+        roots = ", ".join(repr(_root(path)) for path in train_paths)
+        raise DataError(f"The Parquet files under {roots} hold no rows.")
     # Validation rows are read like training rows, so one type must hold both.
-    specs = _with_ranges([_spec(with_rows, name, allow_text) for name in names], with_rows)
-    train_split = _split(train_paths[0], train, specs)
-    val_split = _split(val_paths[0], validation, specs) if val_paths else None
+    known = train_path.columns if isinstance(train_path, TableFiles) else {}
+    found = [_spec(with_rows, name, allow_text, known.get(name)) for name in names]
+    specs = _with_ranges(found, with_rows)
+    train_split = _split(_root(train_paths[0]), train, specs)
+    val_split = _split(_root(val_paths[0]), validation, specs) if val_paths else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
 
 
-def _listed(paths: str | Sequence[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
+def _listed(paths: str | TableFiles | Sequence[str]) -> list[str | TableFiles]:
+    return [paths] if isinstance(paths, (str, TableFiles)) else list(paths)
+
+
+def _root(path: str | TableFiles) -> str:
+    return path if isinstance(path, str) else path.root
 
 
 def complete_shapes(
@@ -328,11 +338,17 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
 
 
 def _spec(
-    files: Sequence[_DataFile], name: str, allow_text: bool | Mapping[str, bool]
+    files: Sequence[_DataFile],
+    name: str,
+    allow_text: bool | Mapping[str, bool],
+    known: ColumnSpec | None = None,
 ) -> ColumnSpec:
-    """Return a column with the smallest type that holds its numbers in all files."""
+    """Return a column with the smallest type that holds its numbers in all files.
+
+    ``known`` is a partition column of a table.
+    """
     first = files[0]
-    if not first.has_column(name):
+    if known is not None or not first.has_column(name):
         if name not in first.partitions:
             raise ColumnError(
                 f"The Parquet files have no column {name!r}; their columns are "
@@ -341,7 +357,7 @@ def _spec(
             )
         # `check_partition` later reports files without a value.
         values = {f.file: f.partitions[name] for f in files if name in f.partitions}
-        return partition_spec(name, values)
+        return partition_spec(name, values, known)
     options = text_options(allow_text, name)
     spec, wide = column_spec(name, first.type(name), first.file, **options), first
     by_columns = {file.columns: file for file in reversed(files)}

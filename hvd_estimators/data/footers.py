@@ -26,6 +26,8 @@ from typing import TypeVar
 import pyarrow as pa
 from pyarrow import parquet
 
+from hvd_estimators.data.delta_log import DELTA_LOG, read_delta_log
+from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
@@ -36,9 +38,11 @@ T = TypeVar("T")
 
 
 def _data_files(
-    store: Store, path: str, looked_at: set[str]
+    store: Store, path: str | TableFiles, looked_at: set[str]
 ) -> list[tuple[ListedFile, dict[str, str]]]:
     """Return the data files under a path, or the file itself, sorted by name.
+
+    Of a Delta table, these are the files that are part of its current version.
 
     Each file comes with the partition values in its path, relative to the dataset's path.
 
@@ -48,20 +52,26 @@ def _data_files(
     ----------
     store : Store
         The store of the files.
-    path : str
-        The dataset's path, or one of several.
+    path : str or TableFiles
+        The dataset's path, or one of several, or the files of a table.
     looked_at : set of str
         Folders that are known not to be tables; extended by this function.
 
     Raises
     ------
     StoreError
-        If there are no data files, if one is a pipe or a device, or if they belong to a Delta,
-        Iceberg or Hudi table. Only the table's log says which of its files are current.
+        If there are no data files, if one is a pipe or a device, or if they belong to an Iceberg or
+        Hudi table. Only the table's log says which of its files are current. Also if the files of a
+        Delta table cannot be read, see `read_delta_log`.
     """
+    if isinstance(path, TableFiles):
+        return list(path.files)
     root = store.get_full_path(path)
     below = [(file.path.removeprefix(root).strip("/"), file) for file in store.list_files(root)]
-    _reject_tables(store, root, [inner for inner, _ in below], looked_at)
+    delta = _find_table(store, root, [inner for inner, _ in below], looked_at)
+    if delta is not None:
+        active = {f"{delta}/{name}" for name in read_delta_log(store, delta).files}
+        below = [(inner, file) for inner, file in below if file.path in active]
     files = [(file, partition_values(inner)) for inner, file in below if _is_data(inner)]
     for file, _ in files:
         if not file.is_regular:
@@ -80,10 +90,16 @@ def _data_files(
     )
 
 
-def _reject_tables(store: Store, root: str, below: Sequence[str], looked_at: set[str]) -> None:
-    """Reject table formats, whose folders also contain files that the table has removed."""
+def _find_table(store: Store, root: str, below: Sequence[str], looked_at: set[str]) -> str | None:
+    """Return the folder of the Delta table to which a path belongs, or None.
+
+    Folders of tables also contain files that the table has removed. Other formats, and tables that
+    are only a part of the dataset, are errors.
+    """
     for name in below:
         table_format = _table_format(name.split("/"))
+        if table_format == ("delta", 0):
+            return root
         if table_format is not None:
             kind, depth = table_format
             raise _belongs_to_table(kind, "/".join([root, *name.split("/")[:depth]]), root)
@@ -91,15 +107,19 @@ def _reject_tables(store: Store, root: str, below: Sequence[str], looked_at: set
         if parent in looked_at:
             continue
         looked_at.add(parent)
-        for mark in ("_delta_log", ".hoodie", _ICEBERG):
+        for mark in (DELTA_LOG, ".hoodie", _ICEBERG):
             names: list[str] = []
             # A process may have access to the files but not to their parent folders.
             with contextlib.suppress(OSError):
                 names = store.names(f"{parent}/{mark}")
             for name in names:
                 table_format = _table_format([mark, name])
+                if table_format == ("delta", 0):
+                    looked_at.discard(parent)
+                    return parent
                 if table_format is not None:
                     raise _belongs_to_table(table_format[0], parent, root)
+    return None
 
 
 def _possible_tables(root: str, is_file: bool) -> list[str]:
@@ -123,7 +143,7 @@ _ICEBERG = "metadata"
 def _table_format(parts: list[str]) -> tuple[str, int] | None:
     """Return the table format of a log file and the depth of the table's folder, or None."""
     for depth, (name, inner) in enumerate(zip(parts, [*parts[1:], ""], strict=True)):
-        if name == "_delta_log":
+        if name == DELTA_LOG:
             return "delta", depth
         if name in (".hoodie", ".hoodie_partition_metadata"):
             return "hudi", depth
@@ -181,7 +201,7 @@ _FILES_PER_PART = 1000
 
 def read_footers(
     store: Store,
-    *paths: str,
+    *paths: str | TableFiles,
     select: Callable[[FileFooter], T],
     spread: Spread[T] | None = None,
 ) -> list[T]:
@@ -191,7 +211,7 @@ def read_footers(
     ----------
     store : Store
         Opens the files.
-    *paths : str
+    *paths : str or TableFiles
         Folders or files.
     select : callable
         Returns what to keep of a footer, because many footers fill the memory.
@@ -209,7 +229,7 @@ def read_footers(
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
         files = list(itertools.chain.from_iterable(listed))
-    _reject_duplicates(paths, [file.path for file, _ in files])
+    _reject_duplicates([p for p in paths if isinstance(p, str)], [file.path for file, _ in files])
     is_many = len(files) >= SPREAD_FILES and store.local_path(files[0][0].path) is None
     if spread is None or not is_many:
         return _read_files(store, select, files)

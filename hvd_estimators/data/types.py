@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -245,7 +247,9 @@ def partition_values(path: str) -> dict[str, str]:
     return values
 
 
-def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
+def partition_spec(
+    name: str, values: Mapping[str, str], known: ColumnSpec | None = None
+) -> ColumnSpec:
     """Return the spec of a partition column.
 
     Parameters
@@ -254,23 +258,29 @@ def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
         The column's name.
     values : mapping of str to str
         File to the value in its path.
+    known : ColumnSpec, optional
+        The column as a table's catalog describes it. Default: the column's dtype is ``int64`` if
+        all values are integers, ``float64`` otherwise.
 
     Returns
     -------
     ColumnSpec
-        With dtype ``int64`` if all values are integers, ``float64`` otherwise.
+        With the range of the values if they are numbers.
 
     Raises
     ------
     ColumnError
-        If a value is not a number.
+        If a value does not have the column's type.
     DataError
         If a value is Hive's null.
     """
-    dtypes = {_partition_dtype(name, value, file) for file, value in values.items()}
-    dtype = "int64" if dtypes == {"int64"} else "float64"
-    numbers = [int(value) if dtype == "int64" else float(value) for value in values.values()]
-    return ColumnSpec(name, "partition", dtype, range=(min(numbers), max(numbers)))
+    if known is None:
+        dtypes = {_inferred_dtype(name, value, file) for file, value in values.items()}
+        known = ColumnSpec(name, "partition", "int64" if dtypes == {"int64"} else "float64")
+    parsed = [partition_value(known, value, file) for file, value in values.items()]
+    if known.dtype == "object" or not all(map(math.isfinite, parsed)):
+        return known
+    return replace(known, range=(min(parsed), max(parsed)))
 
 
 def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> None:
@@ -279,7 +289,7 @@ def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> N
     Raises
     ------
     ColumnError
-        If the path has no value, or if the value does not fit the column's dtype.
+        If the path has no value, or if the value does not have the column's type.
     DataError
         If the value is Hive's null.
     """
@@ -288,12 +298,7 @@ def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> N
             f"The file {file!r} has no column {spec.name!r}: expected it in the path, as in "
             f"'{spec.name}=1/', where other files have it. Move the file into such a folder."
         )
-    dtype = _partition_dtype(spec.name, values[spec.name], file)
-    if spec.dtype == "int64" and dtype != "int64":
-        raise ColumnError(
-            f"Column {spec.name!r} has the value {values[spec.name]!r} in the path {file!r}; "
-            "expected an integer, as in the other files. Write the partitions with one type."
-        )
+    partition_value(spec, values[spec.name], file)
 
 
 def partition_column(spec: ColumnSpec, file: str, rows: int) -> npt.NDArray[np.generic]:
@@ -306,18 +311,45 @@ def partition_column(spec: ColumnSpec, file: str, rows: int) -> npt.NDArray[np.g
     """
     values = partition_values(file)
     check_partition(spec, values, file)
-    text = values[spec.name]
-    value = int(text) if spec.dtype == "int64" else float(text)
-    return np.full(rows, value, spec.dtype)
+    return np.full(rows, partition_value(spec, values[spec.name], file), spec.dtype)
 
 
-def _partition_dtype(name: str, value: str, file: str) -> str:
-    if value == _NULL:
+def partition_value(spec: ColumnSpec, text: str, file: str) -> Any:
+    """Return a partition value in a file's path as the column's type.
+
+    Raises
+    ------
+    ColumnError, DataError
+        See `check_partition`.
+    """
+    if text == _NULL:
         raise DataError(
-            f"Column {name!r} is null in all rows of {file!r}, as the path says; remove these rows "
-            "before training."
+            f"Column {spec.name!r} is null in all rows of {file!r}, as the path says; remove these "
+            "rows before training."
         )
-    if not _NUMBER.fullmatch(value):
+    if spec.dtype == "object":
+        return text
+    try:
+        if spec.dtype == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if spec.dtype.startswith("float"):
+            return float(text)
+        number, limits = int(text), np.iinfo(spec.dtype)
+        if limits.min <= number <= limits.max:
+            return number
+        raise OverflowError
+    except (KeyError, ValueError, OverflowError):
+        expected = {"bool": "true or false"}.get(
+            spec.dtype, "a number" if spec.dtype.startswith("float") else "an integer"
+        )
+        raise ColumnError(
+            f"Column {spec.name!r} has the value {text!r} in the path {file!r}; expected "
+            f"{expected}, as in the other files. Write the partitions with one type."
+        ) from None
+
+
+def _inferred_dtype(name: str, value: str, file: str) -> str:
+    if value != _NULL and not _NUMBER.fullmatch(value):
         raise ColumnError(
             f"Column {name!r} is a partition with the value {value!r} (path {file!r}); expected "
             "numbers. Store a number in the files instead, for example from "

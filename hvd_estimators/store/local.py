@@ -67,11 +67,11 @@ class LocalStore(Store):
     def _list_files(self, path: str) -> list[ListedFile]:
         # Walks the tree itself: fsspec asks for the status of each file, which takes much longer.
         try:
-            mode = os.stat(path).st_mode
+            found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        if not stat.S_ISDIR(mode):
-            return [ListedFile(path, stat.S_ISREG(mode))]
+        if not stat.S_ISDIR(found.st_mode):
+            return [ListedFile(path, stat.S_ISREG(found.st_mode), _version(found))]
         files, folders = [], [path]
         while folders:
             with os.scandir(folders.pop()) as entries:
@@ -81,7 +81,10 @@ class LocalStore(Store):
                     else:
                         # Reading a link to a missing file raises an error that names it.
                         is_lost = entry.is_symlink() and not os.path.exists(entry.path)
-                        files.append(ListedFile(entry.path, is_lost or entry.is_file()))
+                        version = ""
+                        with contextlib.suppress(OSError):  # deleted since
+                            version = _version(entry.stat())
+                        files.append(ListedFile(entry.path, is_lost or entry.is_file(), version))
         return files
 
     def delete(self, path: str) -> None:
@@ -119,6 +122,10 @@ class LocalStore(Store):
                 # Readers may see the file before it has its content.
                 with open(path, "xb") as file:
                     file.write(content)
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 @contextlib.contextmanager

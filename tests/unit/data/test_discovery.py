@@ -262,7 +262,6 @@ def test_missing_paths_and_empty_folders_are_errors(store, folder):
 
 
 TABLES = {
-    "delta": ["_delta_log/00000000000000000000.json"],
     "iceberg": ["metadata/v1.metadata.json", "metadata/version-hint.text"],
     "hudi": [".hoodie/hoodie.properties"],
 }

@@ -248,13 +248,16 @@ def test_local_folders_are_listed_as_fsspec_lists_them(store, tmp_path):
 
     found = store.list_files(str(root))
 
-    assert found == sorted(Files._list_files(store, str(root)))
+    expected = sorted(Files._list_files(store, str(root)))
+    assert [file[:2] for file in found] == [file[:2] for file in expected]
     assert [Path(file.path) for file in found] == sorted(
         path for path in root.rglob("*") if path.is_symlink() or not path.is_dir()
     )
     irregular = [Path(file.path).name for file in found if not file.is_regular]
     assert irregular == ["linked folder", "pipe"]
-    assert store.list_files(f"{root}/z") == [ListedFile(f"{root}/z")]
+    (file,) = [file for file in found if file.path == f"{root}/z"]
+    assert store.list_files(f"{root}/z") == [file]
+    assert file[:2] == ListedFile(f"{root}/z")[:2]
     assert store.list_files(f"{root}/absent") == store.list_files(f"{root}/z/below") == []
 
 
