@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
@@ -135,6 +135,59 @@ class HorovodEstimator(
             if dataset_idx is not None:
                 return Fit(estimator).on_dataset(dataset_idx)
             return Fit(estimator).on_files(path, validation_path)
+
+    def fit_on_table(
+        self,
+        table: str,
+        where: str | Column | None = None,
+        *,
+        validation_where: str | Column | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> HorovodModel:
+        """Train on the files of a table, without a copy of its rows.
+
+        Runs on the driver. Spark lists the files that hold the chosen rows, and counts their rows
+        in one job. Ranks then read the files as `fit_on_parquet` does. Partition columns have their
+        values from the paths, and the types of the table.
+
+        Parameters
+        ----------
+        table : str
+            Name of a table of Parquet files or of a Delta table, as in ``spark.table``. A Delta
+            table may be named by its path, as in ``delta.`/data/table```. If Spark lacks Delta, the
+            package `deltalake` reads the table's log.
+        where : str or Column, optional
+            Condition in SQL that chooses the training rows. It must choose whole files, as
+            conditions on partition columns do. Default: all rows that ``validation_where`` does not
+            choose.
+        validation_where : str or Column, optional
+            Condition that chooses the validation rows, in other files. Default: no validation.
+        params : dict, optional
+            Values by param; they override the params of this estimator.
+
+        Returns
+        -------
+        HorovodModel
+            The trained model.
+
+        Raises
+        ------
+        ParamError
+            If a param is invalid, or if the table is a view or has another format.
+        DataError
+            If the table shows only some rows of a file: ``where`` chooses them, or deletion vectors
+            hide the others. Also if a column contains nulls.
+        StoreError, ColumnError
+            If a file is missing, lacks a column, or changes before training ends.
+        """
+        if params is not None and not isinstance(params, Mapping):
+            raise ParamError(f"params: expected a dict of params, found {params!r}.")
+        params = {**(params or {})}
+        if validation_where is not None:
+            params[self.getParam("validation")] = True
+        estimator = self.copy(params) if params else self
+        with estimator._naming_as_set():
+            return Fit(estimator).on_table(table, where, validation_where)
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]

@@ -85,9 +85,7 @@ class TableFiles:
         StoreError
             If a file is missing, or if a path has another partition value than the table.
         """
-        root = posixpath.commonpath([posixpath.dirname(path) for path in found])
-        if "://" in min(found):
-            root = root.replace(":/", "://", 1)
+        root = posixpath.dirname(posixpath.commonprefix(list(found)))
         listed = {file.path: file for file in store.list_files(root)}
         files = []
         for path in sorted(found):
@@ -107,6 +105,9 @@ class TableFiles:
             files.append((listed[path], in_path))
         rows = {path: file.rows for path, file in found.items()}
         return TableFiles(table, remedy, root, tuple(files), rows, columns)
+
+    def __len__(self) -> int:
+        return len(self.files)
 
     def without(self, other: TableFiles) -> TableFiles | None:
         """Return the files that are not among others; None if there are none."""

@@ -44,7 +44,13 @@ from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm,
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults, run_paths
 from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.fitting.settings import Settings
-from hvd_estimators.fitting.stores import ParquetFiles, Paths, configured_store, find_files
+from hvd_estimators.fitting.stores import (
+    ParquetFiles,
+    Paths,
+    configured_store,
+    find_files,
+    find_tables,
+)
 from hvd_estimators.fitting.tensorboard import TensorBoardLogger
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.inference.batch import is_scalar
@@ -76,7 +82,8 @@ _STATE_READER = "hvd_estimators.load_checkpoint(store, which=path)"
 class Fit:
     """One fit of an estimator: check, prepare the data, try the model, plan, launch, wrap.
 
-    `on_frame`, `on_files` and `on_dataset` are the three ways to begin; all continue with `_train`.
+    `on_frame`, `on_files`, `on_table` and `on_dataset` are the ways to begin; all continue with
+    `_train`.
 
     Parameters
     ----------
@@ -144,7 +151,13 @@ class Fit:
 
     def on_files(self, path: Paths | None, validation_path: Paths | None) -> HorovodModel:
         """Train on existing Parquet files, and return the model."""
-        files = self._find_files(path, validation_path)
+        return self._on_found(self._find_files(path, validation_path))
+
+    def on_table(self, table: Any, where: Any, validation_where: Any) -> HorovodModel:
+        """Train on the files of a table, and return the model."""
+        return self._on_found(self._find_tables(table, where, validation_where))
+
+    def _on_found(self, files: ParquetFiles) -> HorovodModel:
         backend, store = self.ready_backend(), self.settings.store
         is_default = files.train == (store.get_train_data_path(),)
         if is_default and not files.validation and store.exists(store.get_val_data_path()):
@@ -165,7 +178,9 @@ class Fit:
                 spread=in_tasks if isinstance(backend, SparkBackend) else None,
             )
             shown.finish(f"Training on existing files: {describe_rows(manifest)}.")
-        return self._train(manifest, backend)
+        model = self._train(manifest, backend)
+        files.check_unchanged()
+        return model
 
     def on_dataset(self, dataset_idx: str) -> HorovodModel:
         """Train on a dataset of `prepare_data`, and return the model."""
@@ -241,6 +256,29 @@ class Fit:
                 "folder, or leave data_module out."
             )
         return files
+
+    def _find_tables(self, table: Any, where: Any, validation_where: Any) -> ParquetFiles:
+        """Return the files of a table to train on."""
+        settings, module = self.settings, self.settings.data_module
+        if settings.validation and validation_where is None:
+            raise ParamError(
+                f"validation: found {settings.validation!r}, but the files of a table are not "
+                "split. Choose the validation rows by validation_where, or leave validation out."
+            )
+        if isinstance(module, type) and not issubclass(module, PlannedDataModule):
+            raise ParamError(
+                f"data_module: {module.__name__} reads whole folders, which may hold files that "
+                f"are not part of the table {table!r}. Leave data_module out."
+            )
+        self.check()
+        with (
+            self._showing(f"Listing the files of the table {table}"),
+            settings.naming_columns(),
+        ):
+            return find_tables(
+                *(settings.store, table, where, validation_where),
+                *(settings.needed_columns, settings.allowed_text),
+            )
 
     def _shards_to_write(self, num_ranks: int) -> int:
         """Return the number of shards to write; an existing run ``run_id`` keeps its number.

@@ -9,15 +9,22 @@ import atexit
 import functools
 import logging
 import os
+import posixpath
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from hvd_estimators._util.spark_session import known_session
+from pyspark.sql import Column
+
+from hvd_estimators._util.spark_session import current_session, known_session, using_session
 from hvd_estimators._util.temp_files import folder_prefix
+from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.cluster.connect import current_cluster
+from hvd_estimators.launch.cluster.jobs import spark_job
+from hvd_estimators.prepare.tables import find_table_files
 from hvd_estimators.store.base import Store, as_store
 
 STORE_SETTING = "spark.hvdEstimators.store"
@@ -90,13 +97,25 @@ class ParquetFiles:
     ----------
     store : Store
         Opens the files. It may be on another filesystem than the run.
-    train, validation : tuple of str
-        Full paths; ``validation`` is empty without validation.
+    train, validation : tuple of str, or TableFiles
+        Full paths, or the files of a table; ``validation`` is empty without validation.
     """
 
     store: Store
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
+    train: tuple[str, ...] | TableFiles
+    validation: tuple[str, ...] | TableFiles = ()
+
+    def check_unchanged(self) -> None:
+        """Check that the files of a table have not changed since they were listed.
+
+        Raises
+        ------
+        StoreError
+            If one has, see `TableFiles.check_unchanged`.
+        """
+        for files in (self.train, self.validation):
+            if isinstance(files, TableFiles):
+                files.check_unchanged(self.store)
 
 
 def find_files(own: Store, path: Paths | None, validation_path: Paths | None) -> ParquetFiles:
@@ -133,6 +152,79 @@ def find_files(own: Store, path: Paths | None, validation_path: Paths | None) ->
         assert checked is not None
         full.append(checked)
     return ParquetFiles(store, tuple(full[: len(train)]), tuple(full[len(train) :]))
+
+
+def find_tables(
+    own: Store,
+    table: Any,
+    where: Any,
+    validation_where: Any,
+    names: Sequence[str],
+    allow_text: bool | Mapping[str, bool],
+) -> ParquetFiles:
+    """Return the files with the chosen rows of a table.
+
+    Parameters
+    ----------
+    own : Store
+        The run's store. It opens the files if it can.
+    table : str
+        The table's name.
+    where, validation_where : str, Column or None
+        Choose the training and validation rows. Without ``where``, all rows that are not validation
+        rows are for training.
+    names : sequence of str
+        The columns that training needs.
+    allow_text : bool or mapping
+        See `find_table_files`.
+
+    Raises
+    ------
+    ParamError
+        If a parameter is invalid, if no rows are chosen, or if a file is chosen for both. See also
+        `find_table_files`.
+    StoreError
+        See `TableFiles.find`.
+    """
+    if not isinstance(table, str) or not table.strip():
+        raise ParamError(f"table: expected the name of a table, found {table!r}.")
+    conditions = {"where": where, "validation_where": validation_where}
+    for param, condition in conditions.items():
+        if not isinstance(condition, (str, Column, type(None))):
+            raise ParamError(
+                f"{param}: expected a condition in SQL, such as 'day < 7', or a Column, found "
+                f"{condition!r}."
+            )
+    session = current_session()
+    store_at = functools.partial(store_of, own=own, name="table")
+
+    def find(param: str) -> tuple[Store, TableFiles]:
+        found = find_table_files(
+            session, table, param, conditions[param], names, allow_text, store_at
+        )
+        if not found.files:
+            raise ParamError(
+                f"{param}: found {conditions[param]!r}, by which the table {table} has no rows. "
+                "Choose others, or write some to the table."
+            )
+        prefix = posixpath.dirname(posixpath.commonprefix(list(found.files)))
+        store = store_at(prefix)
+        root = store.checked_path("table", prefix)
+        files = {f"{root}{url.removeprefix(prefix)}": file for url, file in found.files.items()}
+        return store, TableFiles.find(store, table, found.remedy, files, found.columns)
+
+    with using_session(session), spark_job(current_cluster(), f"List the files of {table}"):
+        store, train = find("where")
+        if validation_where is None:
+            return ParquetFiles(store, train)
+        _, validation = find("validation_where")
+    rest = train.without(validation)
+    if rest is None or (where is not None and len(rest.files) < len(train.files)):
+        raise ParamError(
+            f"validation_where: found {validation_where!r}, which chooses files of training rows, "
+            f"too ({where!r}). Choose other rows for validation than for training."
+        )
+    return ParquetFiles(store, rest, validation)
 
 
 def store_of(path: str, own: Store, name: str = "path") -> Store:

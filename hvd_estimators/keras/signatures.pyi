@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 import keras
 from pyspark.ml._typing import ParamMap
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.keras.model import KerasModel
@@ -51,6 +51,14 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         dataset_idx: str | None = None,
         *,
         validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> KerasModel: ...
+    def fit_on_table(
+        self,
+        table: str,
+        where: str | Column | None = None,
+        *,
+        validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
     ) -> KerasModel: ...
 

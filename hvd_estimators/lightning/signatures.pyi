@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack, overload
 
 from pyspark.ml._typing import ParamMap
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.lightning.model import LightningModel
@@ -43,6 +43,14 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         dataset_idx: str | None = None,
         *,
         validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> LightningModel: ...
+    def fit_on_table(
+        self,
+        table: str,
+        where: str | Column | None = None,
+        *,
+        validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
     ) -> LightningModel: ...
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import torch
 from numpy.typing import NDArray
 from pyspark.ml._typing import ParamMap
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.loggers import Logger
@@ -60,6 +60,14 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         dataset_idx: str | None = None,
         *,
         validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> TorchModel: ...
+    def fit_on_table(
+        self,
+        table: str,
+        where: str | Column | None = None,
+        *,
+        validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
     ) -> TorchModel: ...
 

@@ -27,6 +27,7 @@ IMPORTS = {
     "ABCMeta": "from abc import ABCMeta",
     "Any": "from typing import Any",
     "Callable": "from collections.abc import Callable",
+    "Column": "from pyspark.sql import Column",
     "DataFrame": "from pyspark.sql import DataFrame",
     "DataType": "from pyspark.sql.types import DataType",
     "DeclaredParams": "from hvd_estimators.params.param import DeclaredParams",
@@ -78,6 +79,14 @@ FITS = """\
         dataset_idx: str | None = None,
         *,
         validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> Fitted: ...
+    def fit_on_table(
+        self,
+        table: str,
+        where: str | Column | None = None,
+        *,
+        validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
     ) -> Fitted: ...
 """

@@ -1,0 +1,216 @@
+"""Files of the tables in Spark's catalogs. Runs on the driver.
+
+Spark, or the log of a Delta table, says which files hold a table's rows, and how many rows of each
+file the table shows. Ranks then read the files themselves, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.data.delta_log import read_delta_log
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.tables import TableFile
+from hvd_estimators.data.types import text_options
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.prepare.schema import fields_by_name, quoted, stored_column, unused_name
+from hvd_estimators.store.base import Store
+
+_DELTA_PATH = re.compile(r"delta\.`(.+)`", re.IGNORECASE)
+"""Spark's name of a Delta table by its path."""
+
+_MAPPING = re.compile(r"delta\.columnMapping\.mode=(?!none\b)\w+")
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files that hold the chosen rows of a table.
+
+    Attributes
+    ----------
+    files : mapping of str to TableFile
+        URL, not percent-encoded, or full path of each file.
+    columns : mapping of str to ColumnSpec
+        The needed partition columns, by name.
+    remedy : str
+        What to do if the files cannot be read one by one.
+    """
+
+    files: Mapping[str, TableFile]
+    columns: Mapping[str, ColumnSpec]
+    remedy: str
+
+
+def find_table_files(
+    session: SparkSession,
+    table: str,
+    param: str,
+    where: str | Column | None,
+    names: Iterable[str],
+    allow_text: bool | Mapping[str, bool],
+    store_at: Callable[[str], Store],
+) -> FoundFiles:
+    """Return the files that hold the rows of a table. One Spark job counts the rows of each file.
+
+    Parameters
+    ----------
+    session : SparkSession
+        Knows the table.
+    table : str
+        Its name, or ``delta.`` and its path in backticks.
+    param : str
+        Name of the parameter with ``where``, for messages.
+    where : str or Column, optional
+        Chooses rows. Default: all rows.
+    names : iterable of str
+        The columns that training needs.
+    allow_text : bool or mapping
+        See `text_options`.
+    store_at : callable
+        Returns the store that opens a path.
+
+    Raises
+    ------
+    ParamError
+        If Spark does not know the table or a column in ``where``. Also for views, for formats other
+        than Parquet and Delta, and for Delta tables that map columns.
+    ColumnError
+        If a needed partition column has a type that is not supported for training.
+    StoreError
+        See `read_delta_log`, which replaces Spark's job where Spark lacks Delta.
+    """
+    chosen = "" if where is None else f".where({where!r})"
+    remedy = f"Train on its DataFrame: fit(spark.table({table!r}){chosen})."
+    by_path = _DELTA_PATH.fullmatch(table.strip())
+    try:
+        details, partitions = _describe(session, table)
+    except AnalysisException as error:
+        if by_path is None:
+            raise ParamError(
+                f"table: expected the name of a table, found {table!r}, and Spark says: "
+                f"{_first_line(error)}"
+            ) from error
+        return _find_in_log(session, by_path[1], param, where, names, allow_text, store_at)
+    _check_format(table, details, remedy)
+    if where is not None:
+        remedy = (
+            f"{param} may choose only whole files, such as partitions, and no file may have rows "
+            f"that the table hides. Change {param}, or train on the DataFrame: "
+            f"fit(spark.table({table!r}){chosen})."
+        )
+    elif details["Provider"] == "delta":
+        remedy = (
+            "It hides the others by deletion vectors. Rewrite the files: REORG TABLE "
+            f"{table} APPLY (PURGE). Or train on the DataFrame: fit(spark.table({table!r}))."
+        )
+    frame = session.table(table)
+    fields = fields_by_name(frame)
+    needed = [name for name in names if name in partitions]
+    columns = _partition_columns((fields[name] for name in needed), allow_text)
+    try:
+        rows = frame if where is None else frame.where(where)
+        keys = [F.input_file_name(), *(F.col(quoted(name)) for name in needed)]
+        # Not by their names, because columns may have the same ones.
+        counted = rows.groupBy(*keys).count().toDF(*map(str, range(len(keys) + 1))).collect()
+    except AnalysisException as error:
+        raise _wrong_condition(table, param, where, error) from error
+    files = {
+        unquote(url): TableFile(count, dict(zip(needed, values, strict=True)))
+        for url, *values, count in counted
+    }
+    if "" in files:
+        raise ParamError(f"table: Spark reads {table!r} without naming its files. {remedy}")
+    return FoundFiles(files, columns, remedy)
+
+
+def _describe(session: SparkSession, table: str) -> tuple[dict[str, str], list[str]]:
+    """Return details of a table (none for a temporary view), and its partition columns."""
+    rows = [(row[0], row[1]) for row in session.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()]
+    heads = [name for name, _ in rows]
+
+    def below(head: str) -> list[tuple[str, str]]:
+        first = heads.index(head) + 1 if head in heads else len(heads)
+        return rows[first : [*heads, ""].index("", first)] if first < len(heads) else []
+
+    details = dict(below("# Detailed Table Information"))
+    return details, [name for name, _ in below("# Partition Information")[1:]]
+
+
+def _check_format(table: str, details: Mapping[str, str], remedy: str) -> None:
+    """Check that the rows of a table are those of Parquet files with the table's columns."""
+    provider = details.get("Provider", "").lower()
+    if not details or "VIEW" in details.get("Type", ""):
+        problem = "is a view, whose rows Spark computes"
+    elif provider == "delta" and _MAPPING.search(details.get("Table Properties", "")):
+        problem = "is a Delta table with column mapping: its files name columns otherwise"
+    elif provider == "hive" and "parquet" not in details.get("InputFormat", "").lower():
+        problem = f"has the format {details.get('InputFormat')}"
+    elif provider not in ("parquet", "delta", "hive"):
+        problem = f"has the format {provider or 'of its catalog'}"
+    else:
+        return
+    raise ParamError(
+        f"table: expected a table of Parquet files, or a Delta table, but {table!r} {problem}. "
+        f"{remedy}"
+    )
+
+
+def _find_in_log(
+    session: SparkSession,
+    path: str,
+    param: str,
+    where: str | Column | None,
+    names: Iterable[str],
+    allow_text: bool | Mapping[str, bool],
+    store_at: Callable[[str], Store],
+) -> FoundFiles:
+    """Return the files of a Delta table that this Spark cannot read. ``where`` chooses files."""
+    store = store_at(path)
+    root = store.get_full_path(path)
+    log = read_delta_log(store, root)
+    files = {f"{root}/{name}": file for name, file in log.files.items()}
+    fields = {field.name: field for field in T.StructType.fromJson(json.loads(log.schema))}
+    partitions = list(next(iter(files.values())).values) if files else []
+    if where is not None and files:
+        key = T.StructField(unused_name("file", partitions), T.StringType())
+        schema = T.StructType([key, *(fields[name] for name in partitions)])
+        rows: Any = [(file, *found.values.values()) for file, found in files.items()]
+        try:
+            chosen = session.createDataFrame(rows, schema).where(where).select(key.name).collect()
+        except AnalysisException as error:
+            raise _wrong_condition(f"{path}, by its partition columns,", param, where, error) from (
+                error
+            )
+        files = {row[0]: files[row[0]] for row in chosen}
+    needed = (fields[name] for name in names if name in partitions)
+    return FoundFiles(files, _partition_columns(needed, allow_text), "Write the table again.")
+
+
+def _partition_columns(
+    fields: Iterable[T.StructField], allow_text: bool | Mapping[str, bool]
+) -> dict[str, ColumnSpec]:
+    columns = (stored_column(f, **text_options(allow_text, f.name)).spec for f in fields)
+    return {spec.name: replace(spec, kind="partition") for spec in columns}
+
+
+def _wrong_condition(
+    table: str, param: str, where: str | Column | None, error: AnalysisException
+) -> ParamError:
+    return ParamError(
+        f"{param}: Spark cannot choose rows of {table} with {where!r}: {_first_line(error)}"
+    )
+
+
+def _first_line(error: AnalysisException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].partition("; line ")[0]
