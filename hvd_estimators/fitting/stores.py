@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 from pyspark.sql import Column
 
@@ -208,8 +209,10 @@ def find_tables(
                 "Choose others, or write some to the table."
             )
         prefix = posixpath.dirname(posixpath.commonprefix(list(found.files)))
-        store = store_at(prefix)
-        root = store.checked_path("table", prefix)
+        # Of local URLs alone, stores take escapes for the characters that they stand for.
+        folder = quote(prefix, safe=":/") if prefix.startswith("file:") else prefix
+        store = store_at(folder)
+        root = store.checked_path("table", folder)
         files = {f"{root}{url.removeprefix(prefix)}": file for url, file in found.files.items()}
         return store, TableFiles.find(store, table, found.remedy, files, found.columns)
 

@@ -30,7 +30,7 @@ def protocol(*features: str) -> dict[str, Any]:
 
 
 def hide_rows(table: Path, *rows: int) -> None:
-    """Hide rows of the table's only file by a deletion vector, as Spark does."""
+    """Hide an even number of rows of the table's only file by a deletion vector, as Spark does."""
     (add,) = [action["add"] for action in actions(table) if "add" in action]
     # Delta's protocol: a bitmap in Roaring's format, as text in base 85.
     vector = struct.pack("<IQI", 1681511377, 1, 0)
