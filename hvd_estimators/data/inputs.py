@@ -102,8 +102,8 @@ class InputColumns:
                         f"columns are {', '.join(known)}."
                     )
                 spec = known[name]
-                if spec.shape or spec.kind == "text":
-                    raise _not_a_number(name, names, "text" if spec.kind == "text" else spec.shape)
+                if not spec.is_number:
+                    raise _not_a_number(name, names, spec.shape or "text")
             members = tuple(known[name] for name in names)
             dtype = np.result_type(*(spec.dtype for spec in members)).name
             made.append(MatrixSpec(matrix, "matrix", dtype, (len(names),), members=members))

@@ -66,6 +66,11 @@ class ColumnSpec:
         return (self.name,)
 
     @property
+    def is_number(self) -> bool:
+        """Whether each row holds one number."""
+        return self.kind in ("scalar", "partition") and self.dtype != "object"
+
+    @property
     def width(self) -> int:
         """Number of elements in one row."""
         width = 1

@@ -134,8 +134,8 @@ def kind_of_outputs(framework: Framework, shape: tuple[int | None, ...] | None) 
 def check_weights(settings: Settings, manifest: DatasetManifest) -> None:
     """Check that each sample weight is one number, unless a transformation creates them."""
     name = settings.sample_weight_col
-    kinds = {column.name: column.kind for column in manifest.columns}
-    if settings.transformation is None and kinds.get(name, "scalar") != "scalar":
+    are_numbers = {column.name: column.is_number for column in manifest.columns}
+    if settings.transformation is None and not are_numbers.get(name, True):
         raise ColumnError(
             f"sample_weight_col: expected a column of numbers, found {name!r}, whose rows are "
             "several numbers each. Set a column with one for each row."

@@ -391,7 +391,7 @@ class Fit:
 
         ``trial`` is the result of a dry run on the DataFrame, if there was one.
         """
-        self._convert_labels([spec.name for spec in manifest.columns if spec.kind == "scalar"])
+        self._convert_labels([spec.name for spec in manifest.columns if spec.is_number])
         settings, framework = self.settings, self.framework
         checks.check_weights(settings, manifest)
         with settings.naming_columns():

@@ -206,6 +206,35 @@ def test_values_of_a_string_partition_reach_a_transformation(
     np.testing.assert_allclose(weights(model), step(rows), rtol=1e-5)
 
 
+def test_labels_and_weights_are_partitions(spark: Any, store: Any, tables: Path) -> None:
+    frame = make_frame(spark).withColumn("weight", F.col("day") + 1)
+    frame.write.partitionBy("day", "weight").saveAsTable("rows")
+    net = torch.nn.Linear(1, 3)
+    torch.nn.init.zeros_(net.weight)
+    torch.nn.init.zeros_(net.bias)
+    estimator = make_estimator(
+        store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
+        loss=torch.nn.functional.cross_entropy,
+        feature_cols=["x"],
+        label_cols=["day"],
+        sample_weight_col="weight",
+        input_shapes=[[-1, 1]],
+    )
+
+    model = estimator.fit_on_table("rows")
+
+    rows = collect(frame)
+    x, classes = rows[:, 0], rows[:, 1].astype(int)
+    # The gradient of a weighted cross-entropy at equal scores.
+    errors = (1 / 3 - np.eye(3)[classes]) * (classes + 1)[:, None]
+    module = model.getModel()
+    expected = -0.1 * (errors * x[:, None]).mean(axis=0), -0.1 * errors.mean(axis=0)
+    for parameter, values in zip((module.weight.ravel(), module.bias), expected, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), values, rtol=1e-5, atol=1e-7)
+
+
 class Named(Sum):
     """Sum whose second input has another name."""
 
