@@ -147,7 +147,7 @@ def _describe(session: SparkSession, table: str) -> tuple[dict[str, str], list[s
 
 
 def _check_format(table: str, details: Mapping[str, str], remedy: str) -> None:
-    """Check that the rows of a table are those of Parquet files with the table's columns."""
+    """Check that Parquet files store the rows of a table, under the names of its columns."""
     provider = details.get("Provider", "").lower()
     if not details or "VIEW" in details.get("Type", ""):
         problem = "is a view, whose rows Spark computes"
