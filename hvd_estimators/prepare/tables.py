@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
-from pyspark.errors import AnalysisException
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -94,27 +95,27 @@ def find_table_files(
     by_path = _DELTA_PATH.fullmatch(table.strip())
     try:
         details, partitions = _describe(session, table)
-    except AnalysisException as error:
+        _check_format(table, details, remedy)
+        frame = session.table(table)
+        fields = fields_by_name(frame)
+    except (PySparkException, Py4JError) as error:
         if by_path is None:
             raise ParamError(
-                f"table: expected the name of a table, found {table!r}, and Spark says: "
-                f"{_first_line(error)}"
+                "table: expected the name of a table, or for a Delta table that this Spark cannot "
+                f"read, delta.`path`, found {table!r}, and Spark says: {_first_line(error)}"
             ) from error
         return _find_in_log(session, by_path[1], param, where, names, allow_text, store_at)
-    _check_format(table, details, remedy)
     if where is not None:
         remedy = (
             f"{param} may choose only whole files, such as partitions, and no file may have rows "
             f"that the table hides. Change {param}, or train on the DataFrame: "
             f"fit(spark.table({table!r}){chosen})."
         )
-    elif details["Provider"] == "delta":
+    elif details["Provider"].lower() == "delta":
         remedy = (
             "It hides the others by deletion vectors. Rewrite the files: REORG TABLE "
             f"{table} APPLY (PURGE). Or train on the DataFrame: fit(spark.table({table!r}))."
         )
-    frame = session.table(table)
-    fields = fields_by_name(frame)
     needed = [name for name in names if name in partitions]
     columns = _partition_columns((fields[name] for name in needed), allow_text)
     try:
@@ -211,6 +212,8 @@ def _wrong_condition(
     )
 
 
-def _first_line(error: AnalysisException) -> str:
+def _first_line(error: Exception) -> str:
+    """Return Spark's message, which begins with its class of the error in brackets."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].partition("; line ")[0]
+    told = next((line for line in lines if re.search(r"\[[A-Z_.]+\]", line)), lines[0])
+    return re.sub(r"^.*?(?=\[[A-Z_.]+\])", "", told).partition("; line ")[0]

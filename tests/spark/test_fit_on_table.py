@@ -291,8 +291,11 @@ def test_buckets_are_read(spark: Any, store: Any, tables: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "table: expected the name of a table, found 'nowhere', and Spark says: "),
-        (("not a name",), "table: expected the name of a table, found 'not a name'"),
+        (
+            ("nowhere",),
+            r"table: expected .*, found 'nowhere', and Spark says: \[TABLE_OR_VIEW_NOT_",
+        ),
+        (("not a name",), r"table: expected .*, found 'not a name', and Spark says: \[PARSE"),
         ((7,), "table: expected the name of a table, found 7"),
         (("computed",), r"'computed' is a view.*fit\(spark.table\('computed'\)\)"),
         (("temporary",), "'temporary' is a view"),
@@ -316,6 +319,38 @@ def test_wrong_calls_say_what_to_do(
     with pytest.raises(ParamError, match=message):
         make_estimator(store).fit_on_table(table, where, validation_where=validation_where)
     assert not os.path.exists(store.prefix_path)
+
+
+def set_provider(spark: Any, table: str, provider: str) -> None:
+    """Change the format of a table in Spark's catalog to one that this Spark lacks."""
+    state = spark._jsparkSession.sessionState()
+    found = state.catalog().getTableMetadata(state.sqlParser().parseTableIdentifier(table))
+    fields = [getattr(found, f"copy$default${i + 1}")() for i in range(found.productArity())]
+    position = [str(field) for field in fields].index("Some(parquet)")
+    fields[position] = spark._jvm.scala.Some(provider)
+    state.catalog().alterTable(found.copy(*fields))
+
+
+@pytest.mark.parametrize("provider", ["iceberg", "delta"])
+def test_tables_that_spark_lacks_a_connector_for_are_errors(
+    spark: Any, store: Any, tables: Path, provider: str
+) -> None:
+    make_frame(spark).write.saveAsTable("rows")
+    set_provider(spark, "rows", provider)
+    with pytest.raises(ParamError, match=provider) as error:
+        make_estimator(store).fit_on_table("rows")
+    assert "delta.`path`" in str(error.value) or "fit(spark.table('rows'))" in str(error.value)
+
+
+@pytest.mark.once  # newer versions of Spark do not describe a table whose connector they lack
+def test_mapped_columns_of_a_delta_table_are_an_error(spark: Any, store: Any, tables: Path) -> None:
+    make_frame(spark).write.saveAsTable("rows")
+    for mode, message in (("name", "column mapping"), ("none", "find the data source: delta")):
+        spark.sql(f"alter table rows set tblproperties ('delta.columnMapping.mode'='{mode}')")
+        if mode == "name":
+            set_provider(spark, "rows", "delta")
+        with pytest.raises(ParamError, match=message):
+            make_estimator(store).fit_on_table("rows")
 
 
 def test_wrong_params_say_what_to_do(spark: Any, store: Any, tables: Path) -> None:
