@@ -19,6 +19,7 @@ from deltalake import write_deltalake
 from foreign import read
 from pyspark.sql import functions as F
 
+from hvd_estimators import Store
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, StoreError
 from hvd_estimators.fitting.stores import find_tables
@@ -456,3 +457,23 @@ def test_hidden_rows_of_a_delta_table_are_an_error(spark: Any, store: Any, tmp_p
     hide_rows(table, 0, 1)
     with pytest.raises(StoreError, match="deletion vectors hide rows of its files"):
         make_estimator(store).fit_on_table(f"delta.`{table}`")
+
+
+@pytest.mark.once
+def test_a_table_on_s3_is_read_by_the_stores_keys(spark: Any, s3a: Any, tables: Path) -> None:
+    frame = make_frame(spark)
+    folder = s3a.url.replace("s3:", "s3a:") + "/a table"
+    frame.write.partitionBy("day", "name").option("path", folder).saveAsTable("rows")
+    store = Store.create(f"{s3a.url}/store", storage_options=s3a.storage_options)
+
+    model = make_estimator(store).fit_on_table("rows", "name is not null")
+
+    expected = step(collect(frame.where("name is not null")))
+    np.testing.assert_allclose(weights(model), expected, rtol=1e-5)
+
+    files = find_tables(store, "rows", "day = 1", None, ["x"], False)
+    files.check_unchanged()
+    with store.open_atomic(files.train.files[0][0].path) as file:
+        file.write(b"other content")
+    with pytest.raises(StoreError, match="was changed while a model trained"):
+        files.check_unchanged()
