@@ -20,6 +20,7 @@ from hvd_estimators.exceptions import (
     DataError,
     DependencyError,
     JobCancelledError,
+    ParamError,
     SlotsError,
     StoreError,
     WorkerFailedError,
@@ -341,6 +342,25 @@ def test_an_estimator_trains_on_prepared_data(connect: Application) -> None:
 
     weights = connect.run(job, str(connect.folder / "prepared"))
     np.testing.assert_allclose(weights, WEIGHTS, atol=1e-3)
+
+
+def test_an_estimator_trains_on_a_table(connect: Application) -> None:
+    def job(folder: str) -> Any:
+        x, y = linear_rows()
+        rows = [(x[i].tolist(), float(y[i]), "a b" if i % 3 else "c/d") for i in range(ROWS)]
+        frame = session().createDataFrame(rows, ["the x", "y", "part"])
+        frame.write.partitionBy("part").saveAsTable("linear", path=f"{folder}/linear")
+        estimator = linear_estimator(f"{folder}/store", validation=None)
+        with pytest.raises(ParamError, match=r"where: Spark cannot choose rows .* \[UNRESOLVED"):
+            estimator.fit_on_table("linear", "nothing > 1")
+        with pytest.raises(ParamError, match=r"found 'no_table', and Spark says: \[TABLE_OR_VIEW"):
+            estimator.fit_on_table("no_table")
+        model = estimator.fit_on_table("linear", validation_where="part = 'c/d'")
+        return model.getModel()[0].weight.detach().numpy()[0], model.summary.validation_rows
+
+    weights, validation_rows = connect.run(job, str(connect.folder / "tables"))
+    np.testing.assert_allclose(weights, WEIGHTS, atol=1e-3)
+    assert validation_rows == ROWS // 3
 
 
 @pytest.mark.soak
