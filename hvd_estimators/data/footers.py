@@ -26,8 +26,7 @@ from typing import TypeVar
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.delta_log import DELTA_LOG, read_delta_log
-from hvd_estimators.data.tables import TableFiles
+from hvd_estimators.data.tables import DELTA_LOG, TableFiles, read_delta_log
 from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store

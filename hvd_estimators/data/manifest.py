@@ -67,7 +67,7 @@ class ColumnSpec:
 
     @property
     def is_number(self) -> bool:
-        """Whether each row holds one number."""
+        """Flag for one number per row."""
         return self.kind in ("scalar", "partition") and self.dtype != "object"
 
     @property

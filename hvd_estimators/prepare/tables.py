@@ -19,9 +19,8 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.data.delta_log import read_delta_log
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.tables import TableFile
+from hvd_estimators.data.tables import TableFile, read_delta_log
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.prepare.schema import fields_by_name, quoted, stored_column, unused_name

@@ -16,8 +16,8 @@ from deltalake import DeltaTable, write_deltalake
 from foreign import read
 
 from hvd_estimators import Store
-from hvd_estimators.data.delta_log import read_delta_log
 from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.tables import read_delta_log
 from hvd_estimators.exceptions import StoreError
 
 pytestmark = pytest.mark.versions
