@@ -119,6 +119,56 @@ def test_a_table_with_odd_partitions_trains_as_its_dataframe(
     assert len(predicted) == len({(x, day) for x, day, _ in collect(frame)})
 
 
+def keras_weights(store: Any) -> Any:
+    import keras
+
+    from hvd_estimators.keras import KerasEstimator
+
+    net = keras.Sequential(
+        [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(2,))]
+    )
+    estimator = KerasEstimator(
+        **{"num_proc": 2, "store": store, "model": net, "verbose": 0, "epochs": 1},
+        **{"optimizer": keras.optimizers.SGD(0.05), "loss": "mse", "batch_size": ROWS},
+        **{"feature_cols": [["x", "day"]], "label_cols": ["y"]},
+    )
+    return estimator.fit_on_table("rows").getModel().get_weights()[0].ravel()
+
+
+def lightning_weights(store: Any) -> Any:
+    from lightning import LightningModule
+
+    from hvd_estimators.lightning import LightningEstimator
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Sum()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return torch.nn.functional.mse_loss(self.net(batch["x"], batch["day"]), batch["y"])
+
+        def forward(self, x: Any, day: Any) -> Any:
+            return self.net(x, day)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    estimator = LightningEstimator(
+        **{"num_proc": 2, "store": store, "model": Module(), "verbose": 0, "epochs": 1},
+        **{"feature_cols": ["x", "day"], "label_cols": ["y"], "batch_size": ROWS},
+    )
+    return estimator.fit_on_table("rows").getModel().net.weights.detach().numpy()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fit", [keras_weights, lightning_weights])
+def test_other_estimators_train_on_tables(spark: Any, store: Any, tables: Path, fit: Any) -> None:
+    frame = make_frame(spark)
+    frame.write.partitionBy("day", "name").saveAsTable("rows")
+    np.testing.assert_allclose(fit(store), step(collect(frame)), rtol=1e-5)
+
+
 def test_where_and_validation_where_choose_partitions(spark: Any, store: Any, tables: Path) -> None:
     frame = make_frame(spark)
     frame.write.partitionBy("day", "name", "date").saveAsTable("rows")
