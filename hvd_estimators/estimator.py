@@ -147,8 +147,8 @@ class HorovodEstimator(
         """Train on the files of a table, without a copy of its rows.
 
         Runs on the driver. For each condition, one Spark job lists the files that hold the chosen
-        rows, and counts these rows. Ranks then read the files as `fit_on_parquet` does. Partition columns have their
-        values from the paths, and the types of the table.
+        rows, and counts these rows. Ranks then read the files as `fit_on_parquet` does. Partition
+        columns have their values from the paths, and the types of the table.
 
         Parameters
         ----------

@@ -130,7 +130,7 @@ def _listed(paths: str | TableFiles | Sequence[str]) -> list[str | TableFiles]:
 
 
 def _root(path: str | TableFiles) -> str:
-    return path if isinstance(path, str) else path.root
+    return path if isinstance(path, str) else path.roots[0]
 
 
 def complete_shapes(

@@ -10,7 +10,7 @@ import contextlib
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ class TableFiles:
         The table, for messages.
     remedy : str
         What to do if the files cannot be read one by one.
-    root : str
-        A folder that contains all files.
+    roots : tuple of str
+        Folders that contain all files; several if partitions are in other places.
     files : tuple of (ListedFile, dict)
         The files, sorted, each with the partition values in its path.
     rows : mapping of str to int or None
@@ -79,7 +79,7 @@ class TableFiles:
 
     table: str
     remedy: str
-    root: str
+    roots: tuple[str, ...]
     files: tuple[tuple[ListedFile, dict[str, str]], ...]
     rows: Mapping[str, int | None]
     columns: Mapping[str, ColumnSpec]
@@ -110,8 +110,12 @@ class TableFiles:
         StoreError
             If a file is missing, or if a path has another partition value than the table.
         """
-        root = posixpath.dirname(posixpath.commonprefix(list(found)))
-        listed = {file.path: file for file in store.list_files(root)}
+        folders: dict[str, list[str]] = {}
+        for path in sorted(found):
+            folders.setdefault(table_folder(path), []).append(path)
+        # Only the chosen partitions of each folder, if they have a folder in common.
+        roots = [posixpath.dirname(posixpath.commonprefix(paths)) for paths in folders.values()]
+        listed = _versions(store, roots)
         files = []
         for path in sorted(found):
             if path not in listed:
@@ -129,7 +133,7 @@ class TableFiles:
                     )
             files.append((listed[path], in_path))
         rows = {path: file.rows for path, file in found.items()}
-        return TableFiles(table, remedy, root, tuple(files), rows, columns)
+        return TableFiles(table, remedy, tuple(roots), tuple(files), rows, columns)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -168,14 +172,26 @@ class TableFiles:
         StoreError
             If one has another size, and ETag or modification time.
         """
-        listed = {file.path: file.version for file in store.list_files(self.root)}
+        listed = _versions(store, self.roots)
         for file, _ in self.files:
-            if listed.get(file.path, file.version) != file.version:
+            if listed.get(file.path, file) != file:
                 raise StoreError(
                     f"{file.path!r} was changed while a model trained on the table {self.table}, "
                     "which may have mixed old and new rows. Train again, and leave the files as "
                     "they are until training ends."
                 )
+
+
+def table_folder(path: str) -> str:
+    """Return the folder of a file, without the folders of its partitions."""
+    folder = posixpath.dirname(path)
+    while "=" in posixpath.basename(folder):
+        folder = posixpath.dirname(folder)
+    return folder
+
+
+def _versions(store: Store, roots: Iterable[str]) -> dict[str, ListedFile]:
+    return {file.path: file for root in roots for file in store.list_files(root)}
 
 
 def _equal(spec: ColumnSpec, value: Any, other: Any) -> bool:

@@ -9,7 +9,6 @@ import atexit
 import functools
 import logging
 import os
-import posixpath
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from pyspark.sql import Column
 
 from hvd_estimators._util.spark_session import current_session, known_session, using_session
 from hvd_estimators._util.temp_files import folder_prefix
-from hvd_estimators.data.tables import TableFiles
+from hvd_estimators.data.tables import TableFiles, table_folder
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
@@ -208,12 +207,14 @@ def find_tables(
                 f"{param}: found {conditions[param]!r}, by which the table {table} has no rows. "
                 "Choose others, or write some to the table."
             )
-        prefix = posixpath.dirname(posixpath.commonprefix(list(found.files)))
-        # Of local URLs alone, stores take escapes for the characters that they stand for.
-        folder = quote(prefix, safe=":/") if prefix.startswith("file:") else prefix
-        store = store_at(folder)
-        root = store.checked_path("table", folder)
-        files = {f"{root}{url.removeprefix(prefix)}": file for url, file in found.files.items()}
+        store = store_at(_address(table_folder(next(iter(found.files)))))
+        folders: dict[str, str | None] = {}
+        files = {}
+        for url, file in found.files.items():
+            folder = table_folder(url)
+            if folder not in folders:
+                folders[folder] = store.checked_path("table", _address(folder))
+            files[f"{folders[folder]}{url.removeprefix(folder)}"] = file
         return store, TableFiles.find(store, table, found.remedy, files, found.columns)
 
     with using_session(session), spark_job(current_cluster(), f"List the files of {table}"):
@@ -228,6 +229,11 @@ def find_tables(
             f"too ({where!r}). Choose other rows for validation than for training."
         )
     return ParquetFiles(store, rest, validation)
+
+
+def _address(url: str) -> str:
+    # In local URLs alone, stores take escapes for the characters that they stand for.
+    return quote(url, safe=":/") if url.startswith("file:") else url
 
 
 def store_of(path: str, own: Store, name: str = "path") -> Store:
