@@ -43,8 +43,7 @@ else:
     EstimatorSignatures = DeclaredParams
 
 
-class HorovodEstimator(
-    Estimator[HorovodModel],
+class EstimatorParams(
     RunParams,
     CheckpointParams,
     ColumnParams,
@@ -55,6 +54,13 @@ class HorovodEstimator(
     WritingParams,
     InferenceParams,
     ClassificationParams,
+):
+    """Params of all estimators."""
+
+
+class HorovodEstimator(
+    Estimator[HorovodModel],
+    EstimatorParams,
     Fittable,
     EstimatorSignatures,
     FileWritable,
@@ -72,6 +78,11 @@ class HorovodEstimator(
     )
 
     def __init__(self, **kwargs: Any) -> None:
+        if not hasattr(self, "framework_class"):
+            raise TypeError(
+                f"{type(self).__name__} has no framework_class. Set it to a subclass of "
+                "hvd_estimators.fitting.framework.Framework, which serves the fits."
+            )
         super().__init__()
         self.setParams(**kwargs)
 
@@ -223,7 +234,7 @@ class HorovodEstimator(
         """Return the backend that is set, or a backend with ``num_proc`` Spark tasks.
 
         Subclasses may override this method and return any object with ``run(fn, args, kwargs,
-        env)`` and ``num_processes()``.
+        env)`` and ``num_processes()``. The fit has read the params before.
         """
         backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
         names = ("resource_profile", "gpus_per_task", "cpus_per_task")

@@ -23,7 +23,13 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
-from hvd_estimators.inference.classification import is_multilabel
+from hvd_estimators.inference.classification import (
+    ClassScores,
+    class_columns,
+    class_scores,
+    is_multilabel,
+    resolve_kind,
+)
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.evaluation import Evaluator, evaluate_partitions
 from hvd_estimators.inference.frame import (
@@ -44,6 +50,7 @@ from hvd_estimators.inference.udf import (
     vector_parts,
 )
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on
+from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
     DeclaredParams,
     column_names,
@@ -490,6 +497,36 @@ class HorovodModel(
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=None if copies_output else self._class_scores(shapes),
         )
+
+    def _class_columns(self) -> dict[str, str]:
+        """Return the requested columns: content to column name."""
+        return class_columns(self.getOrDefault)
+
+    def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
+
+        The shape is None if it is not known yet.
+        """
+        return resolve_kind(self.getOrDefault("outputs_are"), self._defaults()["outputs_are"])
+
+    def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
+        """Return the object that computes the columns; None if no columns are requested."""
+        kind = self._outputs_are(shapes[0] if len(shapes) == 1 else None)
+        return class_scores(self._class_columns(), kind, shapes)
+
+    def _make_transformation(
+        self, needed: Sequence[str], text: Sequence[str] = ()
+    ) -> Transformation | None:
+        """Return the transformation of rows; None if none is set.
+
+        Parameters
+        ----------
+        needed : sequence of str
+            Fields that must exist after the transformation, and must be numeric.
+        text : sequence of str
+            Fields that may also be text.
+        """
+        return make_transformation(self.getOrDefault, needed, text)
 
     def _input_columns(self, further: Sequence[str] = ()) -> InputColumns:
         """Return the model's inputs and further columns, and the columns that they are made of."""

@@ -15,7 +15,7 @@ _PETASTORM = "hvd_estimators.loading.petastorm"
 _STORE = "hvd_estimators.store"
 
 _BASES = {
-    "EstimatorParams": "hvd_estimators.estimator:HorovodEstimator",
+    "EstimatorParams": "hvd_estimators.estimator",
     "HorovodEstimator": "hvd_estimators.estimator",
     "HorovodModel": "hvd_estimators.model",
 }

@@ -15,6 +15,7 @@ from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.inference.classification import check_classes, class_scores, resolve_kind
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module, reads_several
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.spec import check_monitor, mode_of
@@ -40,8 +41,9 @@ def check_settings(settings: Settings, framework: Framework) -> None:
         raise ParamError("feature_cols is not set. Set feature_cols.")
     _ = settings.inputs
     labels = len(settings.label_cols)
+    store = settings.store
     if settings.run_id is not None:
-        settings.store.run_paths(settings.run_id)
+        store.run_paths(settings.run_id)
     if settings.checkpoint_monitor is not None:
         mode_of(settings.checkpoint_monitor, settings.checkpoint_mode)
     weights = settings.loss_weights
@@ -58,14 +60,18 @@ def check_settings(settings: Settings, framework: Framework) -> None:
             raise ParamError(
                 f"shuffle_buffer_size: expected bytes, {_LEAST_BUFFER_BYTES} or more, found "
                 f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
-                "for the default; shuffle=False turns shuffling off."
+                f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
             )
-    if settings.get("class_weight") and labels != 1:
+    _ = settings.transformation
+
+
+def check_class_weight(settings: Settings) -> None:
+    """Check that there is one label if classes have weights."""
+    if settings.class_weight and len(settings.label_cols) != 1:
         raise ParamError(
             f"class_weight: expected a single label, found {settings.label_cols}. Set "
             "sample_weight_col, or weights in the losses."
         )
-    _ = settings.transformation
 
 
 def check_one_vs_rest(settings: Settings) -> None:

@@ -352,6 +352,7 @@ class Fit:
         Trial or None
             None if the model must be tried on the first written rows instead.
         """
+        self.framework.check_without_rows()
         if self.settings.transformation is not None or not self._can_try():
             return None  # only the written rows show the transformation's output
         specs = known_columns(dataset, self.settings.needed_columns, self.settings.text_cols)
@@ -436,7 +437,7 @@ class Fit:
             "data": data_identity(manifest, settings.needed_columns),
             "model": framework.model_identity(trial),
             "settings": {
-                name: named(settings.get(name)) for name in (*framework.run_settings, *optional)
+                name: named(settings.values[name]) for name in (*framework.run_settings, *optional)
             },
         }
 

@@ -99,10 +99,30 @@ class Framework(abc.ABC):
         """Seed the framework's random numbers during the block, and restore their state."""
         return contextlib.nullcontext()
 
+    def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
+        """Return params, with values, that convert labels to what the loss takes.
+
+        Called before any check. ``numbers`` are the columns with one number per row.
+        """
+        return {}
+
     def check_model(self) -> None:
         """Check that ``model`` is set, before all other params."""
         if self.settings.model is None:
             raise ParamError("model is not set. Set model.")
+
+    @property
+    def reads_itself(self) -> bool:
+        """True if the user's data module makes the batches, and may validate."""
+        return False
+
+    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
+
+        Called before `check_params`, and again after the trial. ``shape`` is the shape of a row of
+        the only output, or None if it is not known yet.
+        """
+        return None
 
     def check_params(self) -> None:  # noqa: B027
         """Check the framework's params and their combinations, before anything is read or written.
@@ -112,13 +132,6 @@ class Framework(abc.ABC):
         ParamError
             If a required param is not set, or if params are incompatible.
         """
-
-    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
-        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
-
-        Called with the shape of a row of the only output, or None if it is not known yet.
-        """
-        return None
 
     def check_sent(self) -> None:
         """Check that the values of the params can be sent to the ranks.
@@ -131,10 +144,10 @@ class Framework(abc.ABC):
             If a value cannot be pickled.
         """
         for name in self.sent:
-            if (value := self.settings.get(name)) is not None:
+            if (value := self.settings.values[name]) is not None:
                 check_sendable(name, value)
         for name in self.sent_functions:
-            for function in functions_in(self.settings.get(name)):
+            for function in functions_in(self.settings.values[name]):
                 check_sendable(name, function)
 
     @property
@@ -143,17 +156,8 @@ class Framework(abc.ABC):
         wanted = self.settings.get("collectives")
         return "horovod" if wanted is None else choose_collectives(wanted, self.tensor_library)[0]
 
-    def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
-        """Return params, with values, that convert labels to what the loss takes.
-
-        ``numbers`` are the columns with one number per row.
-        """
-        return {}
-
-    @property
-    def reads_itself(self) -> bool:
-        """True if the user's data module makes the batches, and may validate."""
-        return False
+    def check_without_rows(self) -> None:  # noqa: B027
+        """Run the checks of the model that need no rows, before a DataFrame is written."""
 
     @abc.abstractmethod
     def dry_run(self, columns: Columns) -> Trial:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
@@ -44,10 +44,13 @@ class Settings:
         "prediction".
     """
 
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    values: Mapping[str, Any] = field(repr=False)  # some hold credentials
+    defaults: Mapping[str, Any] = field(repr=False)
     given: frozenset[str]
     upstream_names: bool = False
+
+    needs_all_columns: ClassVar[bool] = True
+    """False if the model can ignore fields that a transformation leaves out."""
 
     @classmethod
     def of(cls, params: DeclaredParams, upstream_names: bool = False) -> Self:
@@ -152,9 +155,10 @@ class Settings:
         weight = [self.sample_weight_col] if self.sample_weight_col else []
         needed = (*self.inputs.columns, *self.label_cols, *weight)
         transformation = make_transformation(self.get, needed, tuple(self.text_cols))
-        if transformation is None or not self.inputs.matrices:
-            return transformation
-        return replace(transformation, inputs=self.inputs)
+        if transformation is None:
+            return None
+        inputs = self.inputs if self.inputs.matrices else None
+        return replace(transformation, inputs=inputs, all_needed=self.needs_all_columns)
 
     def columns_read(self, columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
         """Return columns as the readers deliver them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.checks import check_class_weight
 from hvd_estimators.keras.backend import (
     further_optimizers,
     has_own_compile,
@@ -61,6 +62,7 @@ def check_params(settings: KerasSettings) -> None:
             "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
             f"{checkpoint!r}."
         )
+    check_class_weight(settings)
     label_shapes = settings.label_shapes
     if label_shapes is not None and len(label_shapes) != len(settings.label_cols):
         raise ParamError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +29,6 @@ def label_weights(
     if isinstance(value, Mapping):
         return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
     return numbers(name, value)
-
-
-logger = logging.getLogger(__name__)
 
 
 def _callbacks(name: str, value: Iterable[Any]) -> list[Any]:

@@ -11,7 +11,6 @@ import torch
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.lightning.checks import check_training
@@ -30,7 +29,6 @@ from hvd_estimators.lightning.predictor import forward_inputs
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
-from hvd_estimators.torch.checks import check_column_dtypes, check_layers
 from hvd_estimators.torch.dry_run import check_embeddings, check_one_row
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import dump_module, load_module, module_file
@@ -64,11 +62,8 @@ class LightningFramework(TorchFramework):
     sent = (*TorchFramework.sent, "logger", "profiler", "trainer_args")
     settings: LightningSettings
 
-    def check_params(self) -> None:
+    def check_training(self) -> None:
         check_training(self.settings)
-        check_collectives(self)
-        check_layers(self.settings, self.collectives)
-        check_column_dtypes(self.settings)
 
     @property
     def reads_itself(self) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.loggers import PROFILERS
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.torch.estimator import TorchEstimator
-
-if TYPE_CHECKING:
-    pass
 
 
 def _profiler(name: str, value: Any) -> Any:

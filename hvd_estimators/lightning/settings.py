@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.package import Flavor, one_flavor
 from hvd_estimators.lightning.trainer_args import as_list
-from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.torch.settings import TorchSettings
 
 
 @dataclass(frozen=True)
 class LightningSettings(TorchSettings):
     """The params of `LightningEstimator` in one fit."""
+
+    # A LightningModule can ignore any field of a batch.
+    needs_all_columns = False
 
     @property
     def trainer_args(self) -> dict[str, Any]:
@@ -27,15 +29,6 @@ class LightningSettings(TorchSettings):
     def has_lightning_data(self) -> bool:
         """True if the user's LightningDataModule reads the rows."""
         return is_lightning_data(self.data_module)
-
-    @cached_property
-    def transformation(self) -> Transformation | None:
-        """The readers' transformation of rows, or None if there is none."""
-        transformation = super().transformation
-        if transformation is None:
-            return None
-        # A LightningModule can ignore any field of a batch.
-        return replace(transformation, all_needed=False)
 
     @cached_property
     def flavor(self) -> Flavor:

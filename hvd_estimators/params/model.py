@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -15,12 +14,7 @@ from pyspark.ml.param.shared import (
 
 from hvd_estimators.inference.classification import (
     KINDS,
-    ClassScores,
-    class_columns,
-    class_scores,
-    resolve_kind,
 )
-from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
@@ -78,22 +72,6 @@ class ClassificationParams(_ClassifierColumns):
         "outputs_are, and so do the other two columns if the output is a single number.",
         convert=one_of(*KINDS),
     )
-
-    def _class_columns(self) -> dict[str, str]:
-        """Return the requested columns: content to column name."""
-        return class_columns(self.getOrDefault)
-
-    def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
-        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
-
-        The shape is None if it is not known yet.
-        """
-        return resolve_kind(self.getOrDefault("outputs_are"), self._defaults()["outputs_are"])
-
-    def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
-        """Return the object that computes the columns; None if no columns are requested."""
-        kind = self._outputs_are(shapes[0] if len(shapes) == 1 else None)
-        return class_scores(self._class_columns(), kind, shapes)
 
 
 class InferenceParams(DeclaredParams, HasHandleInvalid):
@@ -159,20 +137,6 @@ class TransformationParams(DeclaredParams):
         default=False,
         convert=boolean,
     )
-
-    def _make_transformation(
-        self, needed: Sequence[str], text: Sequence[str] = ()
-    ) -> Transformation | None:
-        """Return the transformation of rows; None if none is set.
-
-        Parameters
-        ----------
-        needed : sequence of str
-            Fields that must exist after the transformation, and must be numeric.
-        text : sequence of str
-            Fields that may also be text.
-        """
-        return make_transformation(self.getOrDefault, needed, text)
 
 
 class HistoryParams(DeclaredParams):

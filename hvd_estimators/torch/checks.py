@@ -10,6 +10,7 @@ import torch
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.fitting.checks import check_class_weight
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
@@ -145,6 +146,7 @@ def _check_losses(settings: TorchSettings) -> None:
                 "own loss needs neither, without validation."
             )
         return
+    check_class_weight(settings)
     if settings.is_joint:
         _check_joint_loss(settings, "loss" if constructors is None else "loss_constructors")
         return

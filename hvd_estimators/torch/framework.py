@@ -83,10 +83,14 @@ class TorchFramework(Framework):
             yield
 
     def check_params(self) -> None:
-        check_training(self.settings)
+        self.check_training()
         check_collectives(self)
         check_layers(self.settings, self.collectives)
         check_column_dtypes(self.settings)
+
+    def check_training(self) -> None:
+        """Check model, optimizer, loss and metrics together."""
+        check_training(self.settings)
 
     def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
         loss = self.settings.only_loss()
@@ -240,7 +244,7 @@ class TorchFramework(Framework):
             callbacks=tuple(settings.callbacks),
             stateful=tuple(settings.stateful or ()),
             objective=settings.objective(),
-            options=StepOptions(**{name: settings.get(name) for name in STEP_PARAMS}),
+            options=StepOptions(**{name: settings.values[name] for name in STEP_PARAMS}),
             learning_rate=settings.learning_rate,
             returned={
                 name: settings.get(name) for name in ("loss", "loss_constructors", "metrics")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from hvd_estimators.torch.optimizer_step import (
 )
 from hvd_estimators.torch.stateful import has_state
 from hvd_estimators.torch.tensors import INPUT_FORMS
-
-logger = logging.getLogger(__name__)
 
 
 def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:

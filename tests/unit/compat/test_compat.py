@@ -394,3 +394,23 @@ def test_installing_compat_twice_changes_nothing(compat: None) -> None:
     before: list[Any] = list(sys.meta_path)
     install()
     assert sys.meta_path == before
+
+
+def test_estimators_may_derive_from_their_params_as_in_horovod_spark() -> None:
+    from hvd_estimators.estimator import EstimatorParams, HorovodEstimator
+    from hvd_estimators.torch import TorchEstimator
+
+    class Ours(EstimatorParams):
+        pass
+
+    class First(HorovodEstimator, EstimatorParams):
+        pass
+
+    class Second(HorovodEstimator, Ours):
+        pass
+
+    class Third(TorchEstimator, EstimatorParams):
+        pass
+
+    for each in (First, Second, Third):
+        assert each.mro().index(HorovodEstimator) < each.mro().index(EstimatorParams)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hvd_estimators.estimator import HorovodEstimator
-from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
+from hvd_estimators.fitting import settings as settings_module
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.settings import Settings
@@ -48,6 +50,35 @@ def test_estimators_create_models_and_do_nothing_else() -> None:
 def test_the_model_hook_has_horovod_sparks_signature() -> None:
     names = [name for name, _ in parameters(HorovodEstimator._create_model)]
     assert names == ["self", "run_results", "run_id", "metadata"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_store_is_needed_before_anything_is_sent(
+    estimator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ParamError("store is not set.")
+
+    monkeypatch.setattr(settings_module, "default_store", missing)
+    model = keras_net(1) if estimator is KerasEstimator else torch_net(1)
+    with pytest.raises(ParamError, match="store is not set"):
+        Fit(estimator(model=model, loss="mse" if estimator is KerasEstimator else None)).check()
+
+
+def test_an_estimator_without_a_framework_says_so() -> None:
+    class Unfinished(HorovodEstimator):
+        def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any: ...
+
+        def get_model_class(self) -> Any: ...
+
+    with pytest.raises(TypeError, match=r"Unfinished has no framework_class\. Set it to"):
+        Unfinished()
+
+
+def test_credentials_among_the_params_are_not_shown() -> None:
+    settings = Fit(KerasEstimator(model=keras_net(1), backend_env={"TOKEN": "hidden"})).settings
+    assert "hidden" not in repr(settings)
+    assert settings.get("backend_env") == {"TOKEN": "hidden"}
 
 
 def test_settings_show_the_error_of_a_property_that_fails() -> None:

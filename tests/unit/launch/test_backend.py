@@ -116,7 +116,6 @@ def test_every_estimator_accepts_a_third_party_backend(
     estimator: Any, monkeypatch: Any, store: Any
 ) -> None:
     monkeypatch.setattr(Fit, "check", lambda self: None)
-    monkeypatch.setattr(estimator.framework_class, "check_sent", lambda self: None)
     set_up = {"store": store, "backend": HereBackend()}
 
     assert Fit(estimator(**set_up)).ready_backend().num_processes() == 1
