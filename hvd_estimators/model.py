@@ -50,6 +50,7 @@ from hvd_estimators.inference.udf import (
     vector_parts,
 )
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on
+from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
     DeclaredParams,
@@ -234,7 +235,12 @@ class HorovodModel(
         inputs = self._plain_batch_predictor(
             dataset, [*groups["label_columns"], *groups["sample_weight_col"]]
         )
-        inputs = replace(inputs, batch_rows=self.getOrDefault("inference_batch_size"))
+        takes_nulls = inputs.collate is not None and inputs.collate.takes_nulls
+        inputs = replace(
+            inputs,
+            batch_rows=self.getOrDefault("inference_batch_size"),
+            keeps_nulls=takes_nulls and self.getOrDefault("handleInvalid") == "keep",
+        )
         rows = dataset.select(*(quoted(name) for name in inputs.columns))
         frame, padded, given = self._with_arguments(rows, inputs.columns, 1)
         run_id = self.getOrDefault("run_id")
@@ -546,7 +552,12 @@ class HorovodModel(
             transformation = self._make_transformation(inputs.columns, self._text_features())
         available = [] if dataset is None else dataset.columns
         metadata = self._get_metadata() or {}
-        return BatchPredictor.of(inputs, transformation, metadata, available)
+        made = BatchPredictor.of(inputs, transformation, metadata, available)
+        return replace(made, collate=self._collate())
+
+    def _collate(self) -> Collate | None:
+        """Return the maker of batches; None for arrays by column. A hook for frameworks."""
+        return None
 
     def _udf_arguments(self, dataset: DataFrame, names: Sequence[str]) -> list[Column]:
         """Return the arguments of the UDF."""
@@ -554,7 +565,7 @@ class HorovodModel(
         # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
         return [
             vector_parts(F.col(quoted(name)))
-            if isinstance(fields[name].dataType, VectorUDT)
+            if isinstance(fields[name].dataType, VectorUDT) and self._collate() is None
             else self._feature_column(fields[name])
             for name in names
         ]

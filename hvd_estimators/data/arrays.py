@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hvd_estimators.data.manifest import ColumnSpec, MatrixSpec
+from hvd_estimators.data.lists import split_lists
+from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
+from hvd_estimators.data.rows import RowTable, column_values
 from hvd_estimators.data.types import (
     DENSE,
     is_bytes,
     is_level,
     is_list,
-    is_list_view,
     is_vector,
     partition_column,
     without_decimals,
@@ -66,8 +67,10 @@ def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
     return {name: array[indices] for name, array in columns.items()}
 
 
-def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Array:
-    if isinstance(spec, MatrixSpec):
+def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Any:
+    if isinstance(spec, JoinedSpec):
+        if spec.kind == "rows":
+            return RowTable(pa.table({m.name: _as_stored(table, m, file) for m in spec.members}))
         members = [_convert(table, member, file) for member in spec.members]
         return np.stack(members, axis=1, dtype=spec.dtype)
     if spec.kind == "partition":
@@ -78,11 +81,26 @@ def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Array:
         _, elements = _elements(_one_chunk(table, values_name), values_name)
         values = to_array(elements, values_name)
         return _scatter(offsets, to_array(indices, indices_name), values, spec.width)
+    if spec.kind == "any":
+        values = np.empty(table.num_rows, object)
+        for row, value in enumerate(column_values(one_array(table.column(spec.name)))):
+            values[row] = value
+        return values
     column = _one_chunk(table, spec.name)
     if spec.kind == "text":
         return _text(column, spec.name)
     # Other files may have the column with a wider type.
     return to_array(column, spec.name, spec.shape).astype(spec.dtype, copy=False)
+
+
+def _as_stored(table: pa.Table, spec: ColumnSpec, file: str) -> pa.Array | pa.ChunkedArray:
+    """Return a column in Arrow's format: vectors as lists, other values as in the file."""
+    if spec.kind not in ("partition", "sparse"):
+        column = table.column(spec.name)
+        is_encoded = pa.types.is_dictionary(column.type)
+        return column.cast(column.type.value_type) if is_encoded else column
+    array = np.ascontiguousarray(_convert(table, spec, file))
+    return to_lists(pa.array(array.reshape(-1)), array.shape)
 
 
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:
@@ -155,8 +173,8 @@ def first_row_shape(table: pa.Table, spec: ColumnSpec) -> tuple[int, ...]:
 
 
 def _elements(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
-    """Return `_split_lists` of a column without nulls; raise `DataError` for null elements."""
-    offsets, elements = _split_lists(_decoded(column, name))
+    """Return `split_lists` of a column without nulls; raise `DataError` for null elements."""
+    offsets, elements = split_lists(_decoded(column, name))
     while not elements.null_count and is_level(elements.type):
         elements = elements.field(0)
     if elements.null_count:
@@ -165,51 +183,6 @@ def _elements(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
             "fill them before training."
         )
     return offsets, elements
-
-
-def _split_lists(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Split a column of lists or bytes into its elements and the offsets of the rows in them.
-
-    The first offset is 0, and the last one is the number of elements. The elements of a null row
-    are arbitrary.
-    """
-    if is_bytes(column.type):
-        return _split_bytes(column)
-    if pa.types.is_fixed_size_list(column.type):
-        size = column.type.list_size
-        elements = column.values.slice(column.offset * size, len(column) * size)
-        return np.arange(len(column) + 1) * size, elements
-    if is_list_view(column.type):
-        # Rows of list views can overlap and can be in any order.
-        sizes = column.sizes.to_numpy()
-        if column.null_count:
-            sizes = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, 0)
-        return np.append(0, np.cumsum(sizes)), column.flatten()
-    offsets = column.offsets.to_numpy()
-    if not len(offsets):  # an empty column
-        return np.zeros(1, np.int64), column.values.slice(0, 0)
-    elements = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    return offsets - offsets[0], elements
-
-
-def _split_bytes(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Implement `_split_lists` for bytes, which Arrow cannot view as lists."""
-    if pa.types.is_fixed_size_binary(column.type):
-        size, data = column.type.byte_width, 1
-        offsets = (column.offset + np.arange(len(column) + 1)) * size
-    else:
-        if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-            column = column.cast(pa.large_binary())
-        dtype, data = np.int64 if pa.types.is_large_binary(column.type) else np.int32, 2
-        # An empty column may have no offsets.
-        offsets = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset :]
-        offsets = offsets[: len(column) + 1] if len(column) else np.zeros(1, dtype)
-    start, stop = int(offsets[0]), int(offsets[-1])
-    if start == stop:
-        return offsets - start, pa.array([], pa.uint8())
-    buffer = column.buffers()[data].slice(start, stop - start)
-    elements = pa.Array.from_buffers(pa.uint8(), stop - start, [None, buffer])
-    return offsets - start, elements
 
 
 def _common_size(
@@ -221,7 +194,10 @@ def _common_size(
         size = int(sizes[0]) if len(sizes) else 0
     if len(sizes) and (sizes != size).any():
         other = min({int(sizes.min()), int(sizes.max())} - {size})
-        remedy = "Pad or cut the arrays to one length."
+        remedy = (
+            f"Pad or cut the arrays to one length, or set padding={{{name!r}: 0}} or collate_fn "
+            "(torch and Lightning), which take rows of any length."
+        )
         if data_type is not None and is_bytes(data_type):
             remedy = "Pad the bytes to one length, or store compressed images decoded."
         raise DataError(
@@ -259,14 +235,14 @@ def from_vectors(column: pa.StructArray, name: str, dtype: npt.DTypeLike = np.fl
     names = (field.name for field in column.type)
     fields = dict(zip(names, column.flatten(), strict=True))
     is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
-    offsets, elements = _split_lists(fields["values"])
+    offsets, elements = split_lists(fields["values"])
     values = elements.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     lengths = np.diff(offsets)
     if is_dense.all():
         return values.reshape(len(column), _common_size(lengths, name))
     sizes = fields["size"].fill_null(0).to_numpy(zero_copy_only=False)
     size = _common_size(np.where(is_dense, lengths, sizes), name)
-    _, indices = _split_lists(fields["indices"])
+    _, indices = split_lists(fields["indices"])
     # Dense vectors have no indices, so all indices belong to sparse vectors, in row order.
     positions = np.arange(len(values)) - np.repeat(offsets[:-1], lengths)
     positions[np.repeat(~is_dense, lengths)] = indices.to_numpy(zero_copy_only=False)
@@ -303,7 +279,7 @@ def valid_rows(column: pa.Array) -> Array | None:
         valid = column.is_valid().to_numpy(zero_copy_only=False)
     if not is_list(column.type):
         return valid
-    offsets, elements = _split_lists(column)
+    offsets, elements = split_lists(column)
     valid_elements = valid_rows(elements)
     if valid_elements is None:
         return valid
@@ -323,7 +299,7 @@ def rows_of(column: pa.Array, selected: Array) -> pa.Array:
         parts = [rows_of(part, selected) for part in column.flatten()]
         return pa.StructArray.from_arrays(parts, fields=list(column.type))
     if pa.types.is_list(column.type):
-        offsets, elements = _split_lists(column)
+        offsets, elements = split_lists(column)
         is_null = column.is_null().to_numpy(zero_copy_only=False)
         if not np.diff(offsets)[~selected].any() and not is_null[selected].any():
             list_offsets = np.append(offsets[:-1][selected], offsets[-1:])

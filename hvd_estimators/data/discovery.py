@@ -28,6 +28,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, 
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
 from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import (
+    TextColumns,
     check_partition,
     column_spec,
     partition_spec,
@@ -73,7 +74,7 @@ def read_manifest(
     val_path: str | TableFiles | Sequence[str] | None,
     names: Sequence[str],
     *,
-    allow_text: bool | Mapping[str, bool] = False,
+    allow_text: TextColumns = False,
     spread: Spread[Any] | None = None,
 ) -> DatasetManifest:
     """Describe Parquet files that were not written by `prepare_data`.
@@ -89,8 +90,8 @@ def read_manifest(
         The required columns. A column that is not in the files is looked up in the paths, as a Hive
         partition.
     allow_text : bool or mapping
-        Also accept string and bytes columns. True accepts all of them. A mapping accepts its keys;
-        each value specifies whether bytes are text.
+        Also accept string and bytes columns. True accepts all of them. A mapping accepts its keys,
+        see `TextColumns`.
     spread : callable, optional
         See `read_footers`.
 
@@ -307,8 +308,8 @@ def _split(
 
 def _reject_nulls(file: _DataFile, spec: ColumnSpec) -> None:
     """Raise an error if a column has nulls."""
-    if spec.kind == "sparse":
-        return  # An empty list of a sparse column counts as a null of its leaf.
+    if spec.kind in ("sparse", "any"):
+        return  # An empty list counts as a null of its leaf, and any types may have nulls.
     for name in spec.stored_names:
         count = file.nulls.get(name)
         if count:
@@ -340,7 +341,7 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
 def _spec(
     files: Sequence[_DataFile],
     name: str,
-    allow_text: bool | Mapping[str, bool],
+    allow_text: TextColumns,
     known: ColumnSpec | None = None,
 ) -> ColumnSpec:
     """Return a column with the smallest type that holds its numbers in all files.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
-from hvd_estimators.data.manifest import ColumnSpec, MatrixSpec
+from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
 from hvd_estimators.exceptions import ColumnError
 
 MATRIX_NAME = "features"
@@ -84,7 +84,7 @@ class InputColumns:
         return tuple(dict.fromkeys(c for columns in self.by_name.values() for c in columns))
 
     def specs(self, specs: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
-        """Return columns with a `MatrixSpec` in place of each matrix's columns.
+        """Return columns with a `JoinedSpec` in place of each matrix's columns.
 
         Raises
         ------
@@ -106,7 +106,7 @@ class InputColumns:
                     raise _not_a_number(name, names, spec.shape or "text")
             members = tuple(known[name] for name in names)
             dtype = np.result_type(*(spec.dtype for spec in members)).name
-            made.append(MatrixSpec(matrix, "matrix", dtype, (len(names),), members=members))
+            made.append(JoinedSpec(matrix, "matrix", dtype, (len(names),), members=members))
         return (*(spec for spec in specs if spec.name not in stacked), *made)
 
     def stack(self, columns: Columns) -> dict[str, Array]:

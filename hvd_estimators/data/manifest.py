@@ -20,7 +20,7 @@ MANIFEST_FILE = "_manifest.json"
 
 _itemsize = functools.lru_cache(lambda dtype: np.dtype(dtype).itemsize)
 
-Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "matrix"]
+Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "any", "matrix", "rows"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,15 @@ class ColumnSpec:
     ----------
     name : str
         The column's name in the DataFrame.
-    kind : {"scalar", "array", "vector", "sparse", "partition", "text", "matrix"}
+    kind : {"scalar", "array", "vector", "sparse", "partition", "text", "any", "matrix", "rows"}
         ``vector`` and ``array`` are stored as lists of one length. ``sparse`` is stored as a list
         of indices and a list of values (see `stored_names`). A ``partition`` is a number in the
         path, as in ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
-        transformation converts to numbers. ``matrix`` is a `MatrixSpec`.
+        transformation converts to numbers. ``any`` holds values of any type and length, and
+        nulls. ``matrix`` and ``rows`` are a `JoinedSpec`.
     dtype : str
-        NumPy name of the element type that readers deliver; ``object`` for text.
+        NumPy name of the element type that readers deliver; ``object`` for text, and for ``any``
+        without numbers.
     shape : tuple of int
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     stored : tuple of str
@@ -85,13 +87,16 @@ class ColumnSpec:
 
 
 @dataclass(frozen=True)
-class MatrixSpec(ColumnSpec):
-    """Columns of numbers that readers stack into one matrix; not part of a stored manifest.
+class JoinedSpec(ColumnSpec):
+    """Columns that readers deliver as one; not part of a stored manifest.
+
+    A ``matrix`` stacks columns with one number per row. ``rows`` is a
+    `hvd_estimators.data.rows.RowTable` of any columns.
 
     Attributes
     ----------
     members : tuple of ColumnSpec
-        The columns, each with one number per row.
+        The columns.
     """
 
     members: tuple[ColumnSpec, ...] = ()

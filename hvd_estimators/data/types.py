@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import numpy as np
@@ -94,6 +94,7 @@ def column_spec(
     *,
     allow_text: bool = False,
     bytes_as_text: bool = True,
+    allow_any: bool = False,
 ) -> ColumnSpec:
     """Return the spec of a column with an Arrow type.
 
@@ -113,6 +114,8 @@ def column_spec(
         Accept strings, and bytes without a fixed size, as text.
     bytes_as_text : bool
         Whether ``allow_text`` includes bytes. If not, they become arrays.
+    allow_any : bool
+        Accept values of any type and length, and nulls.
 
     Returns
     -------
@@ -139,6 +142,8 @@ def column_spec(
             leaf = leaf[0].type
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
+    if allow_any:
+        return ColumnSpec(name, "any", _any_dtype(leaf))
     is_text = is_string(leaf) or (
         bytes_as_text and is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf)
     )
@@ -161,26 +166,46 @@ def column_spec(
     else:
         raise ColumnError(
             f"Column {name!r} has type {data_type} in {file!r}; expected a number, a boolean, "
-            f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out."
+            f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out. A collate_fn "
+            "(torch and Lightning) takes it unchanged."
         )
     is_whole = pa.types.is_decimal(leaf) and leaf.scale == 0
     return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape), is_whole=is_whole)
 
 
-def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
-    """Return the text options of `column_spec` for one column.
+TextColumns = bool | Mapping[str, bool | Literal["any"]]
+"""Whether all columns may be text, or the columns that may be more than numbers.
+
+A mapping's value specifies whether bytes count as text, or is "any" for values of any type and
+length.
+"""
+
+
+def text_options(allow_text: TextColumns, name: str) -> dict[str, Any]:
+    """Return the options of `column_spec` for one column.
 
     Parameters
     ----------
     allow_text : bool or mapping
-        Whether all columns may be text, or a mapping from each text column to whether its bytes
-        count as text.
+        See `TextColumns`.
     name : str
         The column.
     """
     if isinstance(allow_text, bool):
         return {"allow_text": allow_text, "bytes_as_text": True}
-    return {"allow_text": name in allow_text, "bytes_as_text": allow_text.get(name, True)}
+    value = allow_text.get(name)
+    if value == "any":
+        return {"allow_any": True}
+    return {"allow_text": value is not None, "bytes_as_text": value is not False}
+
+
+def _any_dtype(leaf: pa.DataType) -> str:
+    """Return the NumPy name of a type of numbers; "object" for other types."""
+    if pa.types.is_decimal(leaf):
+        return decimal_dtype(leaf.precision, leaf.scale)
+    if not is_number(leaf):
+        return "object"
+    return "bool" if pa.types.is_boolean(leaf) else str(leaf.to_pandas_dtype().__name__)
 
 
 def is_level(element: pa.DataType) -> bool:

@@ -161,7 +161,7 @@ def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -
                     f"class_weight: found a weight of class {number}; the model's {count} "
                     f"outputs for {label!r} are classes 0 to {count - 1}. Leave it out."
                 )
-    for column in manifest.columns if settings.transformation is None else ():
+    for column in () if settings.makes_values else manifest.columns:
         if column.range is not None and column.name in trial.class_limits:
             check_labels(column.name, *column.range, *trial.class_limits[column.name])
         if column.range is not None and column.name in trial.id_limits:
@@ -172,10 +172,10 @@ def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -
 def check_numbers(framework: Framework, trial: Trial, manifest: DatasetManifest) -> None:
     """Check that the model's tensors hold the numbers of the columns without a change.
 
-    A transformation may change the numbers, so they are not checked then.
+    Functions of the user may change the numbers, so they are not checked then.
     """
     settings = framework.settings
-    if settings.transformation is not None:
+    if settings.makes_values:
         return
     inputs, columns = settings.inputs, {spec.name: spec for spec in manifest.columns}
     used = {*inputs.names, *settings.needed_columns}

@@ -355,6 +355,8 @@ class Fit:
         self.framework.check_without_rows()
         if self.settings.transformation is not None or not self._can_try():
             return None  # only the written rows show the transformation's output
+        if self.settings.collate is not None:
+            return None  # likewise, the batches
         specs = known_columns(dataset, self.settings.needed_columns, self.settings.text_cols)
         if specs is None:
             return None

@@ -131,6 +131,7 @@ def _reader_options(settings: Settings, store: Store) -> ReaderOptions:
         val_reader_worker_count=settings.val_reader_num_workers,
         transform_fn=settings.transformation_fn,
         transformation=settings.transformation,
+        collate=settings.collate,
         storage_options=store.storage_options,
     )
 
@@ -142,7 +143,9 @@ def _data_store(settings: Settings, manifest: DatasetManifest) -> Store:
 
 def rows_of_model(settings: Settings, manifest: DatasetManifest) -> Columns:
     """Return the first rows of a dataset after the transformation, as the model gets them."""
-    manifest = replace(manifest, columns=settings.columns_read(manifest.columns))
+    needed = settings.needed_columns
+    columns = settings.columns_read([c for c in manifest.columns if c.name in needed])
+    manifest = replace(manifest, columns=columns)
     rows = first_rows(_data_store(settings, manifest), manifest, DRY_RUN_ROWS)
     transformation = settings.transformation
     return rows if transformation is None else transformation(rows)

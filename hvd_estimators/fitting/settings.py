@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
+from hvd_estimators.data.rows import ROWS
+from hvd_estimators.data.types import TextColumns
+from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.inference.classification import class_columns
+from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import DeclaredParams
@@ -145,8 +149,8 @@ class Settings:
         return {}
 
     @property
-    def allowed_text(self) -> bool | Mapping[str, bool]:
-        """The columns that may be written as text; True for all."""
+    def allowed_text(self) -> TextColumns:
+        """The columns that may be written as text, or as any type; True for all as text."""
         return self.transformation is not None or self.text_cols
 
     @cached_property
@@ -160,11 +164,50 @@ class Settings:
         inputs = self.inputs if self.inputs.matrices else None
         return replace(transformation, inputs=inputs, all_needed=self.needs_all_columns)
 
+    @property
+    def collate(self) -> Collate | None:
+        """The maker of batches, or None for arrays by column.
+
+        Override this for a framework whose models take rows of any length.
+        """
+        return None
+
+    @property
+    def makes_values(self) -> bool:
+        """True if functions of the user make the numbers that the model gets."""
+        collate = self.collate
+        return self.transformation is not None or (collate is not None and collate.takes_nulls)
+
+    def delivered(self, columns: Columns) -> Any:
+        """Return trial rows in the form in which the ranks' readers deliver them.
+
+        Raises
+        ------
+        ParamError
+            If the collate function fails.
+        """
+        if self.collate is None:
+            return columns
+        rows: Any = columns[ROWS]
+        try:
+            return self.collate(rows)
+        except HvdEstimatorsError:
+            raise
+        except Exception as error:
+            raise ParamError(
+                f"collate_fn failed on the first rows with {type(error).__name__}: {error}. It "
+                "gets a list of dicts with the values of "
+                f"{', '.join(rows.table.column_names)}. dry_run=False leaves out this trial on "
+                "the driver."
+            ) from error
+
     def columns_read(self, columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
         """Return columns as the readers deliver them.
 
         Matrices are read as such, unless a transformation takes their columns and stacks them.
         """
+        if self.collate is not None:
+            return (JoinedSpec(ROWS, "rows", "object", members=tuple(columns)),)
         return tuple(columns) if self.transformation else self.inputs.specs(columns)
 
     @property

@@ -19,15 +19,29 @@ import pyarrow as pa
 from hvd_estimators.data.arrays import Array, Columns, rows_of, to_array, valid_rows
 from hvd_estimators.data.exact import check_array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import DataError, GpuError, ShapeError
+from hvd_estimators.data.rows import ROWS, RowTable
+from hvd_estimators.exceptions import (
+    DataError,
+    GpuError,
+    HvdEstimatorsError,
+    PredictionError,
+    ShapeError,
+)
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.transform import Transformation
 
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]
 """Function from feature arrays to output arrays, both with rows first. Runs on executors."""
+
+
+NULL_REMEDY = (
+    "fill or drop them before transform(), or set handleInvalid: with 'keep' such rows get null "
+    "predictions, with 'skip' they are left out."
+)
 
 
 @dataclass(frozen=True)
@@ -114,10 +128,10 @@ class FrameworkPredictor(abc.ABC):
 
     def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
         """Start a forward pass; return a function that waits for the outputs and returns them."""
-        given: dict[str, Any] = dict(zip(self._columns, arrays, strict=True))
+        given = self._named(arrays)
         with naming_inputs(lambda: described(given), self._expected_inputs):
             inputs = self._inputs(arrays)
-            given = dict(zip(self._columns, inputs, strict=True))
+            given = self._named(inputs)
             wait = self._start(inputs)
 
         def finish() -> list[Array]:
@@ -126,6 +140,10 @@ class FrameworkPredictor(abc.ABC):
                 return wait()
 
         return finish
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return inputs by name, for messages."""
+        return dict(zip(self._columns, inputs, strict=True))
 
     def input_dtype(self, name: str, stored: str) -> str:
         """Return the name of the type in which the model gets an input that has another type."""
@@ -166,6 +184,8 @@ class BatchPredictor:
         Applied before the forward pass.
     dtypes : mapping
         Column to its NumPy type in the training's transformation.
+    collate : Collate or None
+        Makes the predictor's batches of rows; the only column is then `ROWS`.
     """
 
     columns: tuple[str, ...]
@@ -176,6 +196,7 @@ class BatchPredictor:
     scores: ClassScores | None = None
     transformation: Transformation | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    collate: Collate | None = None
 
     @classmethod
     def of(
@@ -216,6 +237,28 @@ class BatchPredictor:
         """Names of all fields of the UDF's result, with the shapes of their rows."""
         outputs = {f"o{index}": shape for index, shape in enumerate(self.shapes)}
         return {**outputs, **(self.scores.fields(self.shapes[0]) if self.scores else {})}
+
+    def read(
+        self,
+        columns: Sequence[pa.Array],
+        is_row: Array | None = None,
+        null_remedy: str = NULL_REMEDY,
+    ) -> tuple[dict[str, Array], Array | None]:
+        """Return the columns of an Arrow batch as arrays, or as rows for a collate function.
+
+        See `to_arrays`, which has the same arguments, results and errors.
+        """
+        options: dict[str, Any] = {
+            "keeps_nulls": self.keeps_nulls,
+            "is_row": is_row,
+            "null_remedy": null_remedy,
+        }
+        if self.collate is None:
+            return to_arrays(self.columns, columns, **options)
+        valid = _valid_rows(self.columns, columns, takes_nulls=self.collate.takes_nulls, **options)
+        table = pa.table(dict(zip(self.columns, columns, strict=True)))
+        rows: Any = RowTable(table if valid is None else table.filter(pa.array(valid)))
+        return {ROWS: rows}, valid
 
     def __call__(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
         """Return an array for each of `fields`, rows first.
@@ -262,11 +305,18 @@ class BatchPredictor:
     def inputs(self, columns: dict[str, Array], predictor: Any) -> list[Array]:
         """Return the predictor's inputs: the features, after the transformation.
 
+        With a collate function, they are a single `CollatedBatch`.
+
         Raises
         ------
         DataError
             If the model would get a number with other digits.
+        PredictionError
+            If the collate function fails.
         """
+        if self.collate is not None:
+            rows: Any = columns[ROWS]
+            return [_collated(self.collate, rows)]
         if self.transformation is None:
             return self._stacked(columns, predictor)
         typed = {
@@ -304,13 +354,44 @@ class BatchPredictor:
 
     def _joined(self, parts: list[list[Array]]) -> list[Array]:
         outputs = [
-            np.concatenate(output) if len(output) > 1 else output[0]
+            _concatenated(output) if len(output) > 1 else output[0]
             for output in zip(*parts, strict=True)
         ]
         if self.scores is None:
             return outputs
         made = self.scores(outputs[0])
         return [*outputs, *(made[name] for name in self.scores.fields(self.shapes[0]))]
+
+
+def _collated(collate: Collate, rows: Any) -> Any:
+    try:
+        return collate(rows)
+    except HvdEstimatorsError:
+        raise
+    except Exception as error:
+        raise PredictionError(
+            f"collate_fn failed on some rows with {type(error).__name__}: {error}. Predictions "
+            "call it with the feature columns, without labels and weights: let it leave out what a "
+            "row does not have."
+        ) from error
+
+
+def _concatenated(parts: Sequence[Array]) -> Array:
+    """Join outputs; rows of different sizes are padded to the largest with NaN."""
+    shapes = [part.shape[1:] for part in parts]
+    if len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
+        return np.concatenate(parts)
+    largest = np.max(shapes, axis=0)
+    return np.concatenate(
+        [
+            np.pad(
+                part.astype(np.result_type(part, np.float32), copy=False),
+                [(0, 0), *((0, most - size) for most, size in zip(largest, shape, strict=True))],
+                constant_values=np.nan,
+            )
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+    )
 
 
 def _begin(predictor: Predictor, inputs: list[Array]) -> Callable[[], list[Array]]:
@@ -407,19 +488,13 @@ def one_ahead(pending: Iterable[Callable[[], Result]], predictor: Predictor) -> 
         yield waiting.popleft()()
 
 
-_NULL_REMEDY = (
-    "fill or drop them before transform(), or set handleInvalid: with 'keep' such rows get null "
-    "predictions, with 'skip' they are left out."
-)
-
-
 def to_arrays(
     names: Sequence[str],
     columns: Sequence[pa.Array | Array],
     *,
     keeps_nulls: bool = False,
     is_row: Array | None = None,
-    null_remedy: str = _NULL_REMEDY,
+    null_remedy: str = NULL_REMEDY,
 ) -> tuple[dict[str, Array], Array | None]:
     """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
 
@@ -443,17 +518,7 @@ def to_arrays(
     DataError
         If there are nulls without ``keeps_nulls``, or if lists differ in length.
     """
-    masks = [] if is_row is None else [is_row]
-    for name, column in zip(names, columns, strict=True):
-        mask = valid_rows(column) if isinstance(column, pa.Array) else None
-        if mask is None:
-            continue
-        if not keeps_nulls and not (mask if is_row is None else mask | ~is_row).all():
-            raise DataError(f"Column {name!r} holds nulls; {null_remedy}")
-        masks.append(mask)
-    valid = np.logical_and.reduce(masks) if masks else None
-    if valid is not None and valid.all():
-        valid = None
+    valid = _valid_rows(names, columns, keeps_nulls, is_row, null_remedy)
     arrays = {}
     for name, column in zip(names, columns, strict=True):
         if not isinstance(column, pa.Array):
@@ -461,3 +526,25 @@ def to_arrays(
         else:
             arrays[name] = to_array(column if valid is None else rows_of(column, valid), name)
     return arrays, valid
+
+
+def _valid_rows(
+    names: Sequence[str],
+    columns: Sequence[pa.Array | Array],
+    keeps_nulls: bool,
+    is_row: Array | None,
+    null_remedy: str,
+    takes_nulls: bool = False,
+) -> Array | None:
+    """Return a mask of the rows that the predictor gets; None for all rows. See `to_arrays`."""
+    masks = [] if is_row is None else [is_row]
+    for name, column in zip(names, columns, strict=True):
+        mask = valid_rows(column) if isinstance(column, pa.Array) else None
+        if mask is None:
+            continue
+        if not keeps_nulls and not (mask if is_row is None else mask | ~is_row).all():
+            raise DataError(f"Column {name!r} holds nulls; {null_remedy}")
+        if not takes_nulls:
+            masks.append(mask)
+    valid = np.logical_and.reduce(masks) if masks else None
+    return None if valid is None or valid.all() else valid

@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.data.arrays import Array, num_rows
-from hvd_estimators.inference.batch import BatchPredictor, to_arrays
+from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.inference.broadcast import Hashed
 from hvd_estimators.inference.udf import Send
 from hvd_estimators.inference.worker import (
@@ -28,6 +28,7 @@ from hvd_estimators.inference.worker import (
     unpickled,
 )
 from hvd_estimators.launch.cluster.jobs import collect_results
+from hvd_estimators.loading.collate import CollatedBatch
 
 NULL_REMEDY = "fill or drop them before evaluate(), or set handleInvalid='skip' to leave them out."
 
@@ -35,7 +36,7 @@ NULL_REMEDY = "fill or drop them before evaluate(), or set handleInvalid='skip' 
 class PartitionSums(Protocol):
     """Sums of losses and metrics over the batches of a partition."""
 
-    def add(self, columns: dict[str, Array]) -> None:
+    def add(self, columns: dict[str, Array] | CollatedBatch) -> None:
         """Evaluate a batch."""
 
     def state(self) -> Any:
@@ -104,10 +105,14 @@ def _evaluated(
     for batch in batches:
         columns = list(batch.columns)
         is_row = np.asarray(columns.pop(), bool) if has_empty_rows else None
-        arrays, _ = to_arrays(inputs.columns, columns, is_row=is_row, null_remedy=NULL_REMEDY)
+        arrays, _ = inputs.read(columns, is_row, NULL_REMEDY)
         rows = num_rows(arrays)
         step = inputs.batch_rows or max(rows, 1)
         for start in range(0, rows, step):
             part = {name: array[start : start + step] for name, array in arrays.items()}
-            sums.add(dict(zip(inputs.features.names, inputs.inputs(part, evaluator), strict=True)))
+            given: Any = inputs.inputs(part, evaluator)
+            if inputs.collate is None:
+                sums.add(dict(zip(inputs.features.names, given, strict=True)))
+            else:
+                sums.add(given[0])
     return sums.state()

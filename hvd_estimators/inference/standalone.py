@@ -33,7 +33,12 @@ from hvd_estimators.inference.output_columns import (
     output_types,
 )
 from hvd_estimators.inference.pipeline import Pipeline, as_lists, as_numpy, read_pipeline
-from hvd_estimators.inference.standalone_rows import InputTable, read_columns, read_table
+from hvd_estimators.inference.standalone_rows import (
+    InputTable,
+    read_columns,
+    read_rows,
+    read_table,
+)
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 
@@ -110,7 +115,12 @@ class SavedPredictor:
         if get("apply_transformation"):
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
-        self._inference = BatchPredictor.of(self._inputs, transformation, metadata)
+        self._inference = replace(
+            BatchPredictor.of(self._inputs, transformation, metadata),
+            collate=getattr(predictor, "collate", None),
+            keeps_nulls=self._on_nulls != "error",
+        )
+        self._dtypes = {name: entry.get("dtype", "object") for name, entry in metadata.items()}
         self.optional_columns = self._inference.columns[len(self.feature_columns) :]
         ddls = dict(zip(outputs, self._ddls or (), strict=False))
         self.vector_columns = frozenset(name for name in self.output_columns if not ddls.get(name))
@@ -207,6 +217,8 @@ class SavedPredictor:
         return predicted
 
     def _read(self, rows: Any) -> InputTable:
+        if self._inference.collate is not None:
+            return read_rows(rows, self._inputs, self.dimensions, self._dtypes, self._inference)
         with naming_transformation(self._get):
             return read_table(
                 rows,

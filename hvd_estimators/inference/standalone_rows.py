@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array, one_array
 from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.data.rows import ROWS, GivenRows
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.batch import is_scalar, to_arrays
+from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, is_scalar, to_arrays
 from hvd_estimators.inference.output_columns import OutputType, to_column
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
@@ -50,7 +51,7 @@ class InputTable:
     @property
     def are_all_scalars(self) -> bool:
         """True if every column has one value per row."""
-        return all(column.ndim == 1 for column in self.columns.values())
+        return all(getattr(column, "ndim", 0) == 1 for column in self.columns.values())
 
     def result(self, predicted: Predicted, keeps: bool) -> Any:
         """Return predictions in the form of the rows.
@@ -116,6 +117,67 @@ def read_table(
     return InputTable(arrays, len(arrays[inputs.columns[0]]), valid, to_result, as_arrow)
 
 
+def read_rows(
+    given: Any,
+    inputs: InputColumns,
+    dimensions: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    inference: BatchPredictor,
+) -> InputTable:
+    """Return rows for a collate function.
+
+    Parameters
+    ----------
+    given, inputs, dimensions
+        See `read_table`.
+    dtypes : mapping of str to str
+        Column to the NumPy name of its numbers in training.
+    inference : BatchPredictor
+        Decides about nulls.
+
+    Raises
+    ------
+    ColumnError, ParamError, DataError
+        See `read_table`.
+    """
+    table, to_result, as_arrow = _columns(given, inputs, dimensions)
+    _require_columns(inputs.columns, table)
+    if isinstance(given, (pa.Table, pa.RecordBatch)):
+        columns: list[Any] = [one_array(table[name]) for name in inputs.columns]
+        rows, valid = inference.read(columns)
+        return InputTable(rows, len(rows[ROWS]), valid, to_result, as_arrow)
+    columns = [[_or_none(value) for value in table[name]] for name in inputs.columns]
+    if len(set(map(len, columns))) > 1:
+        raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
+    named = [dict(zip(inputs.columns, row, strict=True)) for row in zip(*columns, strict=True)]
+    complete = np.array([None not in map(_or_none, row.values()) for row in named], bool)
+    if not (complete.all() or inference.keeps_nulls):
+        raise DataError(f"The rows hold nulls; {NULL_REMEDY}")
+    assert inference.collate is not None
+    if inference.collate.takes_nulls or complete.all():
+        valid = None
+    else:
+        named, valid = [row for row, keep in zip(named, complete, strict=True) if keep], complete
+    kept: Any = GivenRows(named, dtypes)
+    return InputTable({ROWS: kept}, len(kept), valid, to_result, as_arrow)
+
+
+def _or_none(value: Any) -> Any:
+    """Return a value of a row, with None for the missing values of pandas and Arrow."""
+    if isinstance(value, pa.Scalar):
+        return value.as_py()
+    return None if type(value).__name__ in ("NAType", "NaTType") else value
+
+
+def _require_columns(features: Sequence[str], table: Mapping[str, Any]) -> None:
+    missing = [name for name in features if name not in table]
+    if missing:
+        raise ColumnError(
+            f"There is no column {', '.join(map(repr, missing))}; the model takes "
+            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
+        )
+
+
 def read_columns(
     given: Any, inputs: InputColumns, optional: Sequence[str], dimensions: Mapping[str, int]
 ) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
@@ -132,12 +194,7 @@ def read_columns(
     """
     features = inputs.columns
     table, to_result, as_arrow = _columns(given, inputs, dimensions)
-    missing = [name for name in features if name not in table]
-    if missing:
-        raise ColumnError(
-            f"There is no column {', '.join(map(repr, missing))}; the model takes "
-            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
-        )
+    _require_columns(features, table)
     names = [*features, *(name for name in optional if name in table)]
     columns = {name: _column(table[name], name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}

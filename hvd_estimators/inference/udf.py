@@ -48,7 +48,6 @@ from hvd_estimators.inference.batch import (
     Predictor,
     is_scalar,
     one_ahead,
-    to_arrays,
 )
 from hvd_estimators.inference.broadcast import Hashed, Payload, Sent
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
@@ -194,11 +193,10 @@ def make_udf(
             # PySpark passes one column directly, and several columns as a tuple.
             columns = list(batch) if isinstance(batch, tuple) else [batch]
             if sql_text is not None:
-                columns = sql_arguments(columns, inference.columns, sql_text)
+                text = None if inference.collate is not None else sql_text
+                columns = sql_arguments(columns, inference.columns, text)
             is_row = np.asarray(columns.pop(), bool) if has_empty_rows else None
-            arrays, valid = to_arrays(
-                inference.columns, columns, keeps_nulls=inference.keeps_nulls, is_row=is_row
-            )
+            arrays, valid = inference.read(columns, is_row)
             finish_batch = inference.begin(predictor, arrays)
 
             def finish() -> Any:
@@ -356,7 +354,7 @@ def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
 
 
 def sql_arguments(
-    given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
+    given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str] | None
 ) -> list[pa.Array]:
     """Check that the arguments of a UDF in SQL are numbers, arrays of numbers, vectors or text.
 
@@ -366,8 +364,8 @@ def sql_arguments(
         The arguments.
     columns : sequence of str
         Names of the arguments, by position.
-    text : sequence of str
-        Names of the arguments that may be text.
+    text : sequence of str, or None
+        Names of the arguments that may be text. None accepts any types.
 
     Raises
     ------
@@ -381,6 +379,8 @@ def sql_arguments(
             f"The UDF takes {len(columns)} columns, {', '.join(columns)}, found {len(given)}. Call "
             "it with the model's feature columns, in their order."
         )
+    if text is None:
+        return list(given)
     return [
         _argument(values, name, name in text) for values, name in zip(given, columns, strict=True)
     ]

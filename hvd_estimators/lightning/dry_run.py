@@ -100,9 +100,23 @@ class LightningTrial(Trial):
 
 
 def compare_halves(
-    module: LightningModule, batch: Mapping[str, torch.Tensor], trainer_args: Mapping[str, Any]
+    module: LightningModule,
+    rows: int,
+    batch_of: Callable[[slice], Any],
+    trainer_args: Mapping[str, Any],
 ) -> str:
     """Compare the loss of a few rows with the losses of both halves.
+
+    Parameters
+    ----------
+    module : LightningModule
+        The model; not modified.
+    rows : int
+        Number of rows.
+    batch_of : callable
+        Returns the batch of some of the rows.
+    trainer_args : mapping
+        The user's Trainer arguments.
 
     Returns
     -------
@@ -110,7 +124,6 @@ def compare_halves(
         ``"sum"`` or ``"other"`` if the loss is not the mean over rows; ``"mean"`` if it is, if it
         states its denominator, or if the step needs a Trainer.
     """
-    rows = min(map(len, batch.values()))
     half, parts = rows // 2, (slice(None), slice(None), slice(rows // 2), slice(rows // 2, None))
     losses = []
     try:
@@ -118,7 +131,7 @@ def compare_halves(
         trial = copied(module).eval()
         with torch_traceless():
             for part in parts:
-                output = step(trial, convert({n: value[part] for n, value in batch.items()}))
+                output = step(trial, convert(batch_of(part)))
                 loss, stated = as_stated(output, "training_step")
                 loss = loss["loss"] if isinstance(loss, Mapping) else loss
                 if stated is not None or loss is None or not half:
@@ -175,14 +188,23 @@ def check_loss(loss_of_halves: str) -> None:
 
 def check_step(
     module: LightningModule,
-    batch: Mapping[str, Any],
+    batch_of: Callable[[slice], Any],
     feature_cols: Sequence[str] = (),
     label_cols: Sequence[str] = (),
     trainer_args: Mapping[str, Any] | None = None,
 ) -> bool | None:
     """Run a training step on a copy with a few rows, if the step needs no Trainer.
 
-    The step has the precision of ``trainer_args``, the user's Trainer arguments.
+    Parameters
+    ----------
+    module : LightningModule
+        The model; not modified.
+    batch_of : callable
+        Returns the batch of some of the rows.
+    feature_cols, label_cols : sequence of str
+        The columns, for messages.
+    trainer_args : mapping, optional
+        The user's Trainer arguments, whose precision the step has.
 
     Returns
     -------
@@ -204,7 +226,7 @@ def check_step(
 
     try:
         convert, run = _trial_step(module, trainer_args or {})
-        batch = convert(batch)
+        batch = convert(batch_of(slice(None)))
     except Exception as error:  # Only the ranks may have the packages and devices.
         log_untried(error)
         return None
@@ -213,7 +235,7 @@ def check_step(
         with torch.enable_grad():
             run(module, given)
 
-    watched = WatchedBatch(batch)
+    watched = WatchedBatch(batch) if isinstance(batch, dict) else batch
     try:
         with torch_traceless():
             step(trial, watched)
@@ -221,15 +243,17 @@ def check_step(
         if any(word in str(error) for word in ("Trainer", "trainer")):
             return None
         failed = (
-            f"The module's training_step failed on a batch of {described(batch)} with "
+            f"The module's training_step failed on a batch of {_described(batch)} with "
             f"{type(error).__name__}: {error}."
         )
-        if takes_tuple(error) or (watched.is_taken_as_tuple and not leave_to_ranks(error)):
+        is_unpacked = isinstance(watched, WatchedBatch) and watched.is_taken_as_tuple
+        if isinstance(batch, dict) and (
+            takes_tuple(error) or (is_unpacked and not leave_to_ranks(error))
+        ):
             raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
         if leave_to_ranks(error):
             return None
-        tensors = {n: value for n, value in batch.items() if isinstance(value, torch.Tensor)}
-        reason = failed_lookup(lambda: step(trial, batch), tensors)
+        reason = failed_lookup(lambda: step(trial, batch), _named(batch))
         if reason is not None:
             raise ShapeError(f"{failed} {reason}") from error
         raise ShapeError(
@@ -238,10 +262,22 @@ def check_step(
         ) from error
 
     def on(rows: int) -> Callable[[Any], None]:
-        first = {name: value[:rows] for name, value in batch.items()}
+        first = convert(batch_of(slice(rows)))
         return lambda module: step(module, first)
 
     return takes_one_row(module, on(1), [on(2), on(3)])
+
+
+def _named(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch by name, or by position."""
+    if isinstance(batch, torch.Tensor):
+        batch = [batch]
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return {str(name): each for name, each in entries if isinstance(each, torch.Tensor)}
+
+
+def _described(batch: Any) -> str:
+    return described(_named(batch)) or type(batch).__name__
 
 
 class WatchedBatch(dict[str, Any]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 import torch
 
-from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.arrays import Columns, num_rows, take
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.trial import Trial
@@ -25,11 +26,11 @@ from hvd_estimators.lightning.dry_run import (
 )
 from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.package import is_lightning
-from hvd_estimators.lightning.predictor import forward_inputs
+from hvd_estimators.lightning.predictor import collated_inputs, forward_inputs
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
-from hvd_estimators.torch.dry_run import check_embeddings, check_one_row
+from hvd_estimators.torch.dry_run import check_embeddings, check_one_row, with_any_size
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import dump_module, load_module, module_file
 from hvd_estimators.training.call_transfer import Trainer
@@ -72,9 +73,15 @@ class LightningFramework(TorchFramework):
     def dry_run(self, columns: Columns) -> Trial:
         settings = self.settings
         module = settings.model
-        batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
+
+        def batch_of(rows: slice) -> Any:
+            given = settings.delivered(take(columns, rows))
+            if settings.collate is None:
+                given = {name: torch.from_numpy(array.copy()) for name, array in given.items()}
+            return BatchForm(settings.column_dtypes, settings.column_shapes).apply(given)
+
         try:
-            batch = dict(BatchForm(settings.column_dtypes, settings.column_shapes).apply(batch))
+            batch_of(slice(None))
         except RuntimeError as error:
             raise ShapeError(
                 f"input_shapes, label_shapes: the columns cannot be reshaped to "
@@ -82,10 +89,19 @@ class LightningFramework(TorchFramework):
                 "columns have."
             ) from error
         features = list(settings.inputs.names)
-        one_row = check_step(module, batch, features, settings.label_cols, settings.trainer_args)
-        halves = compare_halves(module, batch, settings.trainer_args)
-        shapes = None
-        if set(features) <= set(columns):  # otherwise a transformation has replaced these columns
+        one_row = check_step(module, batch_of, features, settings.label_cols, settings.trainer_args)
+        halves = compare_halves(module, num_rows(columns), batch_of, settings.trainer_args)
+        shapes: Sequence[tuple[int | None, ...]] | None = None
+        if settings.collate is not None:
+            spec = settings.tensor_spec
+            many, *singles = [
+                collated_inputs(module, settings.delivered(take(columns, rows)), spec)
+                for rows in (slice(None), slice(1), slice(-1, None))
+            ]
+            shapes = row_shapes(module, many, spec) or None
+            if shapes is not None:
+                shapes = with_any_size(shapes, module, spec, singles)
+        elif set(features) <= set(columns):  # otherwise a transformation has replaced these columns
             arrays = [columns[name] for name in features]
             spec = settings.tensor_spec
             shapes = row_shapes(module, forward_inputs(module, arrays, spec), spec) or None

@@ -12,7 +12,9 @@ import torch
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.lightning.package import flavor_of, is_lightning
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.torch.collate import as_tensor, map_leaves
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.row_weights import WeightedBatches
@@ -22,7 +24,7 @@ from hvd_estimators.training.spec import TrainSpec
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer
 
-TensorBatch = Mapping[str, torch.Tensor]
+TensorBatch = Mapping[str, torch.Tensor] | CollatedBatch
 
 _Window = Sequence[Sequence[tuple[TensorBatch, float]]]
 """Batches among which rows weigh equally.
@@ -124,8 +126,13 @@ class BatchForm:
     dtypes: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def apply(self, batch: TensorBatch) -> TensorBatch:
-        """Return a batch in this form."""
+    def apply(self, batch: TensorBatch) -> Any:
+        """Return a batch in this form; the user's own batch of a collate function."""
+        if isinstance(batch, CollatedBatch):
+            value = map_leaves(as_tensor, batch.value)
+            if not isinstance(value, dict):
+                return value
+            return {name: self._tensor(name, each) for name, each in value.items()}
         if not self.dtypes and not self.shapes:
             return batch
         return {name: self._tensor(name, tensor) for name, tensor in batch.items()}
@@ -161,7 +168,7 @@ class _Loader:
     def __len__(self) -> int:
         return self._steps
 
-    def _give(self, batch: TensorBatch, factor: float, is_shared: bool) -> TensorBatch:
+    def _give(self, batch: TensorBatch, factor: float, is_shared: bool) -> Any:
         self.rows, self.factor, self.is_shared = _rows(batch), factor, is_shared
         if not self.rows:
             raise DataError("data_module: a batch has no rows. Yield only batches with rows.")
@@ -217,7 +224,7 @@ class TrainLoader(_Loader):
         self._passes_per_step = passes_per_step
         self._shards = shards
 
-    def __iter__(self) -> Iterator[TensorBatch]:
+    def __iter__(self) -> Iterator[Any]:
         index, self._done = self._done, 0
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
         while self._position != index:
@@ -231,7 +238,7 @@ class TrainLoader(_Loader):
             for self._micro_batches in window:
                 yield self.enter(0)
 
-    def enter(self, index: int) -> TensorBatch:
+    def enter(self, index: int) -> Any:
         """Switch to one of the rank's shards, and return its part of the newest batch."""
         self._shards.enter(index)
         batch, factor = self._micro_batches[index]
@@ -285,7 +292,7 @@ class ValidationLoader(_Loader):
         self._device = device
         self._shared = min(exchange.gather(len(self), "validation_batches"))
 
-    def __iter__(self) -> Iterator[TensorBatch]:
+    def __iter__(self) -> Iterator[Any]:
         with contextlib.closing(self._batches()) as batches:
             for index, batch in enumerate(itertools.islice(batches, self._steps)):
                 yield self._give(batch, 1.0, index < self._shared)
@@ -295,4 +302,6 @@ class ValidationLoader(_Loader):
 
 
 def _rows(batch: TensorBatch) -> int:
+    if isinstance(batch, CollatedBatch):
+        return batch.rows
     return len(next(iter(batch.values())))

@@ -91,6 +91,8 @@ class LightningModel(LightningModelSignatures):
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
         shapes = self.getOrDefault("output_shapes")
+        if self._collate() is not None:
+            return self._output_shapes()
         # fit() stores the output shapes of forward(), which predict_step may change.
         if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
@@ -142,6 +144,11 @@ class LightningModel(LightningModelSignatures):
         features = list(self._input_columns().names)
         document = module_payload(self._plain_model())
         precision = self.getOrDefault("inference_precision")
+        if self._predicts_rows() and self._collate() is not None:
+            raise ParamError(
+                "get_prediction_fn: it predicts row by row, and the model has a collate_fn or "
+                "padding. Override predict_step instead, and set use_predict_step=True."
+            )
         if self._predicts_rows():
             function = self.get_prediction_fn()
 

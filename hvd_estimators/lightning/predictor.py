@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,25 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.inference.standalone import predictor_loader
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.predictor import (
     TorchPredictor,
     autocast,
     limit_threads,
+    saved_collate,
     transform_spec,
 )
 from hvd_estimators.torch.serialization import load_module
 from hvd_estimators.torch.tensors import (
+    Inputs,
     TensorSpec,
     call_with_leading,
     from_numpy,
+    leaves,
+    require_tensors,
     select_outputs,
+    with_tensors,
 )
 
 RowFunction = Callable[[torch.nn.Module, Any], Any]
@@ -67,6 +74,27 @@ def forward_inputs(
     return [tensor.reshape(len(tensor), *shape[1:]) for tensor, shape in shapes]
 
 
+def collated_inputs(
+    module: torch.nn.Module, batch: CollatedBatch, spec: TensorSpec
+) -> list[torch.Tensor]:
+    """Return the inputs of a collated batch for a module's ``forward``; see `forward_inputs`."""
+    named = spec.named(replace(spec, keeps_dtypes=True).inputs(batch))
+    if not spec.keeps_dtypes:
+        own = floating_dtype(module)
+        for name, tensor in named.items():
+            if name not in spec.dtypes and tensor.is_floating_point():
+                named[name] = tensor.to(own)
+    return Inputs(named)
+
+
+class _Leaves(list[torch.Tensor]):
+    """Tensors of a batch for ``predict_step``, which gets the batch itself."""
+
+    def __init__(self, batch: CollatedBatch) -> None:
+        super().__init__(leaves(batch))
+        self.batch = batch
+
+
 class LightningPredictor(TorchPredictor):
     """Run a module's forward pass, or its ``predict_step``.
 
@@ -100,12 +128,33 @@ class LightningPredictor(TorchPredictor):
         own = floating_dtype(self._module) if stored.startswith("float") else stored
         return str(self._spec.dtypes.get(name, str(own).removeprefix("torch.")))
 
-    def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
+    def _inputs(self, arrays: list[Any]) -> list[torch.Tensor]:
+        (*_, first) = arrays
+        if isinstance(first, CollatedBatch):
+            if self._by_step:
+                return _Leaves(first)
+            return collated_inputs(self._module, first, self._spec)
         return forward_inputs(self._module, arrays, self._spec)
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        if isinstance(inputs, _Leaves):
+            return {str(number): each for number, each in enumerate(inputs)}
+        return super()._named(inputs)
+
+    def _start(self, inputs: list[torch.Tensor]) -> Callable[[], list[Array]]:
+        if not isinstance(inputs, _Leaves):
+            return super()._start(inputs)
+
+        def call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            batch = with_tensors(inputs.batch, tensors).value
+            raw = call_with_leading(self._module.predict_step, batch, 0)
+            return require_tensors(self._spec.select(raw), raw)
+
+        return self._forward.begin(inputs, call)
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         if self._by_step:
-            batch = dict(zip(self._spec.feature_cols, inputs, strict=True))
+            batch = self._spec.named(inputs)
             return call_with_leading(self._module.predict_step, batch, 0)
         return super()._call(inputs)
 
@@ -179,7 +228,9 @@ def _load(saved: Saved, resources: Resources) -> tuple[LightningPredictor, Seque
     precision = get("inference_precision") or "float32"
     by_step = bool(get("use_predict_step"))
     spec = transform_spec(get)
-    return LightningPredictor(saved.file("model"), by_step, spec, precision, resources), ()
+    predictor = LightningPredictor(saved.file("model"), by_step, spec, precision, resources)
+    predictor.collate = saved_collate(saved)
+    return predictor, ()
 
 
 load_predictor = predictor_loader(

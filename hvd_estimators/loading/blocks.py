@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
+from hvd_estimators.data.rows import RowTable
 from hvd_estimators.exceptions import DataError
 
 _ALIGNMENT = 64
@@ -222,6 +223,8 @@ def row_bytes(columns: Columns) -> int:
     """
     total = 0
     for array in columns.values():
+        if isinstance(array, RowTable):
+            return array.nbytes // max(len(array), 1)
         elements = math.prod(array.shape[1:])
         if array.dtype.hasobject and array.size:
             first = array[:_MEASURED_ROWS].reshape(-1)

@@ -202,15 +202,19 @@ def _readable(batches: Iterator[pa.RecordBatch], row_range: RowRange) -> Iterato
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:
-    """Return the decoded size of a row; for text, the size in the footer.
+    """Return the decoded size of a row; for text and rows of any length, the size in the footer.
 
     Text stays dictionary-encoded, so it needs no more memory than in the file.
     """
     group = groups.row_group(row_range.row_group)
     size = sum(spec.row_bytes for spec in specs)
-    text = {spec.name for spec in specs if spec.kind == "text"}
+    text = stored_names(spec for spec in specs if spec.kind in ("text", "rows"))
     columns = (group.column(i) for i in range(group.num_columns)) if text else ()
-    stored = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in text)
+    stored = sum(
+        c.total_uncompressed_size
+        for c in columns
+        if c.path_in_schema in text or c.path_in_schema.startswith(tuple(f"{n}." for n in text))
+    )
     return float(size + stored / max(group.num_rows, 1))
 
 

@@ -24,9 +24,11 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.data.remote_reads import RangeFiles
+from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool, Rows
+from hvd_estimators.loading.collate import Collate, CollatedBatch
 from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
@@ -41,6 +43,7 @@ from hvd_estimators.loading.interleave import (
 )
 from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step
 from hvd_estimators.loading.shuffle import (
+    Batches,
     Chunk,
     read_into_memory,
     shuffle_in_memory,
@@ -153,11 +156,11 @@ class DataModule(ABC):
     def val_data(self) -> Iterator[Batch]:
         """Return a new iterator over the batches of one pass over this rank's validation rows."""
 
-    def train_chunks(self) -> Iterator[Chunk]:
+    def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks of several batches."""
         return _single_chunks(self.train_data())
 
-    def val_chunks(self) -> Iterator[Chunk]:
+    def val_chunks(self) -> Iterator[Batches]:
         """Return the validation batches of one pass in chunks."""
         return _single_chunks(self.val_data())
 
@@ -195,11 +198,11 @@ class ChunkedDataModule(DataModule):
         return _batches(self.val_chunks())
 
     @abstractmethod
-    def train_chunks(self) -> Iterator[Chunk]:
+    def train_chunks(self) -> Iterator[Batches]:
         """Return an infinite iterator of training batches in chunks."""
 
     @abstractmethod
-    def val_chunks(self) -> Iterator[Chunk]:
+    def val_chunks(self) -> Iterator[Batches]:
         """Return a new iterator over the validation batches of one pass, in chunks."""
 
 
@@ -208,9 +211,9 @@ def _single_chunks(batches: Iterator[Batch]) -> Iterator[Chunk]:
         yield Chunk(Rows.of(batch), (num_rows(batch),))
 
 
-def _batches(chunks: Iterator[Chunk]) -> Iterator[Batch]:
+def _batches(chunks: Iterator[Batches]) -> Iterator[Batch]:
     for chunk in chunks:
-        yield from chunk.batches()
+        yield from [chunk.value] if isinstance(chunk, CollatedBatch) else chunk.batches()
 
 
 _CHUNKS_AHEAD = 2
@@ -245,6 +248,8 @@ class PlannedDataModule(ChunkedDataModule):
         Number of workers of the pool.
     transformation : Transformation, optional
         Applied to all rows. Default: ``transform_fn``, if given.
+    collate : Collate, optional
+        Makes batches of rows; ``columns`` are then the column `ROWS` alone.
     shuffle_buffer_size : int, optional
         Size of the shuffle buffer in bytes. Default: 128 MiB.
     store : Store, optional
@@ -275,6 +280,7 @@ class PlannedDataModule(ChunkedDataModule):
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
         transformation: Transformation | None = None,
+        collate: Collate | None = None,
         shuffle_buffer_size: int | None = None,
         store: Store | None = None,
         local_cache_dir: str | None = None,
@@ -301,11 +307,12 @@ class PlannedDataModule(ChunkedDataModule):
         if transformation is None and self.transform_fn is not None:
             transformation = Transformation(self.transform_fn)
         self.transformation = transformation
+        self.collate = collate
         self.shuffle_buffer_bytes = shuffle_buffer_size or shuffle.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
         self.memory = BufferPool()
         self._lock = threading.Lock()
-        self._open: set[OnDemand[Chunk] | Prefetch[Chunk]] = set()
+        self._open: set[OnDemand[Batches] | Prefetch[Batches]] = set()
         self._idle_pools: dict[int, list[TransformPool]] = {}
         self._is_closed = False
 
@@ -348,7 +355,7 @@ class PlannedDataModule(ChunkedDataModule):
         """Return a context manager that opens the files for `read`."""
         return RangeFiles(self.store, self.columns, self.footers, self._range_cache)
 
-    def train_chunks(self) -> Iterator[Chunk]:
+    def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks, pass after pass, each in its own order."""
         start, total = self.skip_train_steps, self.total_train_steps
         if total is None or (self.shuffle and self.inmemory_cache_all):
@@ -360,13 +367,21 @@ class PlannedDataModule(ChunkedDataModule):
         yield from self._ahead(self._train_chunks(start, passes), "training rows")
         yield from self._ahead(self._train_chunks(passes * per_pass), "further training rows")
 
-    def val_chunks(self) -> Iterator[Chunk]:
+    def val_chunks(self) -> Iterator[Batches]:
         """Return the validation batches of one pass in chunks, in stored order."""
-        return self._ahead(self._val_chunks(), "validation rows")
+        chunks = self._collated(self._val_chunks(), self.val_reader_worker_count, 0)
+        return self._ahead(chunks, "validation rows")
 
     def _train_chunks(
         self, start: int, stop_pass: int | None = None
-    ) -> Generator[Chunk, None, None]:
+    ) -> Generator[Batches, None, None]:
+        sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
+        passes, step = divmod(start, len(sizes))
+        first_row = passes * sizes.total + sizes.before(step)
+        chunks = self._column_chunks(start, stop_pass)
+        return self._collated(chunks, self.train_reader_worker_count, first_row)
+
+    def _column_chunks(self, start: int, stop_pass: int | None) -> Generator[Chunk, None, None]:
         """Yield training chunks from step ``start`` of the run on, up to but without ``stop_pass``.
 
         None never ends.
@@ -451,9 +466,9 @@ class PlannedDataModule(ChunkedDataModule):
         rows = plan.rows(self.cur_shard)
         return BatchSizes([rows], min(plan.steps(self.val_batch_size), rows), self.val_batch_size)
 
-    def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
+    def _ahead(self, chunks: Generator[Batches, None, None], name: str) -> Iterator[Batches]:
         """Produce chunks in a separate thread while earlier ones are used."""
-        source: OnDemand[Chunk] | Prefetch[Chunk]
+        source: OnDemand[Batches] | Prefetch[Batches]
         with self._lock:
             if self._is_closed:
                 return
@@ -489,14 +504,44 @@ class PlannedDataModule(ChunkedDataModule):
             for part in parts:
                 yield from transformed.parts(part, PART_BYTES)
             return
+        seed = [self.random_seed, self.cur_shard]
+        with self._pool(self.transformation, workers) as pool:
+            yield from pool.transform(iter(parts), transformed, seed, first_row)
+
+    def _collated(
+        self, chunks: Generator[Chunk, None, None], workers: int, first_row: int
+    ) -> Generator[Batches, None, None]:
+        """Make batches of rows, if the user has a function for it; see `_transformed`."""
+        with contextlib.closing(chunks):
+            if self.collate is None:
+                yield from chunks
+                return
+            batches: Iterator[Any] = (
+                columns[ROWS] for chunk in chunks for columns in chunk.batches()
+            )
+            if self.reader_pool_type != "process":
+                yield from map(self.collate, batches)
+                return
+
+            def pieces() -> Iterator[tuple[RowTable, list[int]]]:
+                position = first_row
+                for rows in batches:
+                    yield rows, [self.random_seed, self.cur_shard, position]
+                    position += len(rows)
+
+            with self._pool(self.collate, workers) as pool:
+                yield from pool.map(pieces())
+
+    @contextlib.contextmanager
+    def _pool(self, function: Any, workers: int) -> Iterator[TransformPool]:
+        """Yield a pool of processes that call a function."""
         with self._lock:
             idle = self._idle_pools.setdefault(workers, [])
             pool = idle.pop() if idle else None
         # Processes stay for later passes, because starting them takes time.
-        pool = pool or TransformPool(self.transformation, workers)
-        seed = [self.random_seed, self.cur_shard]
+        pool = pool or TransformPool(function, workers)
         try:
-            yield from pool.transform(iter(parts), transformed, seed, first_row)
+            yield pool
         except Exception:
             pool.close()
             raise
@@ -527,7 +572,9 @@ class PlannedDataModule(ChunkedDataModule):
         row_bytes = sum(spec.row_bytes for spec in self.columns)
         open_groups = self.train_plan.open_groups
         total = self.train_plan.rows(self.cur_shard)
-        is_known = self.transformation is None and all(c.kind != "text" for c in self.columns)
+        is_known = self.transformation is None and all(
+            spec.kind not in ("text", "rows") for spec in self.columns
+        )
         if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
             open_groups = 1  # the buffer mixes all rows
         for pass_number in numbers:
@@ -550,7 +597,8 @@ def _make_read_only(parts: Iterable[Columns]) -> None:
     """Make cached arrays read-only, so that a transformation must copy them before editing."""
     for part in parts:
         for array in part.values():
-            array.setflags(write=False)
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
 
 
 def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
@@ -589,7 +637,7 @@ class ArrowDataModule(PlannedDataModule):
 
         # Text can be large, a file's path has its partitions, and a cache holds single ranges.
         joins = not self.inmemory_cache_all and all(
-            spec.kind not in ("text", "partition") for spec in self.columns
+            spec.kind not in ("text", "partition", "rows") for spec in self.columns
         )
         row_bytes = sum(spec.row_bytes for spec in self.columns)
         groups: Iterator[tuple[RangeRun, ...]] = (
@@ -656,7 +704,7 @@ class CheckedDataModule(ChunkedDataModule):
         """Exit the user's data module."""
         self.module.__exit__(*exc_info)
 
-    def train_chunks(self) -> Iterator[Chunk]:
+    def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks; raise `DataError` if they end."""
         delivered = 0
         for chunk in self.module.train_chunks():
@@ -670,7 +718,7 @@ class CheckedDataModule(ChunkedDataModule):
             "rank has."
         )
 
-    def val_chunks(self) -> Iterator[Chunk]:
+    def val_chunks(self) -> Iterator[Batches]:
         """Return the validation batches of one pass; raise `DataError` if there are too few."""
         delivered = 0
         for chunk in self.module.val_chunks():
@@ -690,8 +738,10 @@ class CheckedDataModule(ChunkedDataModule):
         """Return the sizes that the user's data module reports."""
         return self.module.global_train_sizes()
 
-    def _stacked(self, chunk: Chunk) -> Chunk:
-        if self._inputs.matrices.keys() <= set(chunk.rows.layout.names):
+    def _stacked(self, chunk: Batches) -> Batches:
+        if isinstance(chunk, CollatedBatch) or self._inputs.matrices.keys() <= set(
+            chunk.rows.layout.names
+        ):
             return chunk
         return Chunk(Rows.of(self._inputs.stack(chunk.rows.columns())), chunk.sizes)
 
@@ -731,7 +781,7 @@ class VirtualShards(ChunkedDataModule):
         """Close all readers."""
         self._opened.__exit__(*exc_info)
 
-    def train_chunks(self) -> Generator[Chunk, None, None]:
+    def train_chunks(self) -> Generator[Batches, None, None]:
         """Return the training batches, each in its own chunk."""
         idle = self._passes - len(self.modules)
         with contextlib.ExitStack() as stack:
@@ -742,9 +792,9 @@ class VirtualShards(ChunkedDataModule):
             for chunks in zip(*shards, strict=True):
                 yield from chunks
                 for _ in range(idle):
-                    yield Chunk(chunks[0].rows.slice(0, 0), (0,))
+                    yield _without_rows(chunks[0])
 
-    def val_chunks(self) -> Generator[Chunk, None, None]:
+    def val_chunks(self) -> Generator[Batches, None, None]:
         """Return the validation batches of one pass, shard after shard, without empty ones."""
         for module in self.modules:
             with contextlib.closing(_one_by_one(module.val_chunks())) as chunks:
@@ -772,9 +822,18 @@ class VirtualShards(ChunkedDataModule):
             yield from (of_pass[step % len(of_pass)] for of_pass in sizes)
 
 
-def _one_by_one(chunks: Iterator[Chunk]) -> Generator[Chunk, None, None]:
+def _without_rows(chunk: Batches) -> Batches:
+    if isinstance(chunk, CollatedBatch):
+        return CollatedBatch(0)
+    return Chunk(chunk.rows.slice(0, 0), (0,))
+
+
+def _one_by_one(chunks: Iterator[Batches]) -> Generator[Batches, None, None]:
     """Yield each batch as a chunk."""
     for chunk in chunks:
+        if isinstance(chunk, CollatedBatch):
+            yield chunk
+            continue
         start = 0
         for size in chunk.sizes:
             yield Chunk(chunk.rows.slice(start, start + size), (size,))

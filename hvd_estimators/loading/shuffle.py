@@ -9,9 +9,12 @@ from typing import TypeVar
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
+from hvd_estimators.data.rows import RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.plan import BatchSizes
+from hvd_estimators.loading.table_rows import TableRows
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Default size of the shuffle buffer."""
@@ -44,7 +47,11 @@ class Chunk:
         return Chunk(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
 
 
-def first_batches(chunks: Iterator[Chunk], count: int) -> Generator[Chunk, None, None]:
+Batches = Chunk | CollatedBatch
+"""Consecutive batches: of columns, or one that a user's function made."""
+
+
+def first_batches(chunks: Iterator[Batches], count: int) -> Generator[Batches, None, None]:
     """Yield chunks until they have a number of batches. Does not close the iterator."""
     for chunk in chunks:
         yield chunk
@@ -145,7 +152,7 @@ def shuffle_in_memory(
     sizes, rngs, memory
         See `stream_batches`.
     """
-    num_bytes = row_bytes(rows.columns())
+    num_bytes = rows.row_bytes if isinstance(rows, TableRows) else row_bytes(rows.columns())
     chunks = _ChunkSizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS))
     for rng in rngs:
         order = rng.permutation(len(rows))
@@ -211,7 +218,8 @@ class _Stream:
         self._part: Columns = next(self._parts, {})
         self._position = 0
         self._in_pass = 0
-        self._layout = BlockLayout.of(self._part)
+        is_table = any(isinstance(values, RowTable) for values in self._part.values())
+        self._layout = None if is_table else BlockLayout.of(self._part)
 
     def rows_in(self, num_bytes: int, most: int) -> int:
         """Return the number of rows in a given size in bytes; at least one, at most ``most``."""
@@ -222,6 +230,8 @@ class _Stream:
 
     def empty(self, rows: int) -> Rows:
         """Return uninitialized memory for a number of rows."""
+        if self._layout is None:
+            return TableRows.of_size(rows)
         return Rows.empty(self._part, self._layout, rows, self.memory)
 
     def take(self, count: int) -> Rows:

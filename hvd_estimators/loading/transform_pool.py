@@ -33,10 +33,10 @@ from hvd_estimators._util.system import memory_file, signal_of
 from hvd_estimators._util.unpickle_imports import first_imports, loads
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ReaderError
-from hvd_estimators.loading.transform import FIRST_ROWS, Transformation, Transformed
+from hvd_estimators.loading.transform import FIRST_ROWS, Transformed
 
-Piece = tuple[Columns, list[int]]
-"""Columns, and the seed of the random numbers that transform them."""
+Piece = tuple[Any, list[int]]
+"""Columns or a `RowTable`, and the seed of the random numbers that transform them."""
 
 _PIECE_BYTES = 2 * 2**20
 """Approximate size of the results that a worker sends at a time."""
@@ -54,11 +54,11 @@ _ALIGNMENT = 64
 
 
 class TransformPool:
-    """Processes that transform pieces of rows. Used by one thread at a time.
+    """Processes that transform pieces of rows, or collate them. Used by one thread at a time.
 
     Parameters
     ----------
-    transformation : Transformation
+    transformation : Transformation or Collate
         Applied to every piece.
     workers : int
         Number of processes. Each transforms one piece at a time.
@@ -69,7 +69,7 @@ class TransformPool:
         Whether the processes have ended.
     """
 
-    def __init__(self, transformation: Transformation, workers: int) -> None:
+    def __init__(self, transformation: Callable[[Any], Any], workers: int) -> None:
         # Not forked: this process has threads, which may hold locks.
         context: Any = multiprocessing.get_context("forkserver")
         # The server imports what all workers need, once.
@@ -108,7 +108,7 @@ class TransformPool:
             return
         # The size of the results is measured with a few rows.
         few = take(first, slice(0, FIRST_ROWS))
-        (measured,) = self._map(iter([(few, [*seed, first_row])]))
+        (measured,) = self.map(iter([(few, [*seed, first_row])]))
         size = sum(array.nbytes for array in measured.values()) / max(num_rows(measured), 1)
         step = max(int(_PIECE_BYTES / max(size, 1)), 1)
         del measured  # It takes a slot.
@@ -122,12 +122,12 @@ class TransformPool:
                     yield given[-1], [*seed, position]
                     position += num_rows(given[-1])
 
-        for result in self._map(pieces()):
+        for result in self.map(pieces()):
             transformed.check(result, given.popleft())
             yield result
 
-    def _map(self, pieces: Iterator[Piece]) -> Generator[Columns, None, None]:
-        """Yield the transformed pieces, in order."""
+    def map(self, pieces: Iterator[Piece]) -> Generator[Any, None, None]:
+        """Yield the results for some pieces, in order; see `transform` for errors."""
         busy: deque[_Worker] = deque()
 
         def has_sent(worker: _Worker) -> bool:
@@ -259,7 +259,7 @@ def _work(connection: Connection, sent: bytes) -> None:
         (columns, seed), slot = received
         try:
             # Not before the first piece, so that the rank gets the error of loading.
-            transformation = transformation or loads(sent)[-1]
+            transformation = transformation or _loaded(sent)
             _seed(seed)
             result: Any = transformation(columns)
         except Exception as error:
@@ -268,6 +268,15 @@ def _work(connection: Connection, sent: bytes) -> None:
             _write(connection, result, None if slot is None else slots[slot])
         except (BrokenPipeError, ConnectionError):
             return
+
+
+def _loaded(sent: bytes) -> Any:
+    """Return the function; torch gets one thread in it, because other processes compute as well."""
+    function = loads(sent)[-1]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+    return function
 
 
 def _receive_pieces(connection: Connection, pieces: queue.SimpleQueue[Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from pyspark.sql import types as T
 from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.types import text_options
+from hvd_estimators.data.types import TextColumns, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.datasets import acquire
@@ -58,7 +58,7 @@ def prepare_data(
     verbose: int = 0,
     random_seed: int | None = None,
     check_finite: bool = False,
-    allow_text: bool | Mapping[str, bool] = False,
+    allow_text: TextColumns = False,
     shuffle_on_write: bool = True,
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
@@ -96,7 +96,7 @@ def prepare_data(
     allow_text : bool or dict
         Also write columns of strings and bytes, for a ``transformation_fn`` or a model that
         converts them to numbers. A dict contains the columns, each with whether bytes are accepted
-        as well.
+        as well, or with "any" for values of any type and length, for ``collate_fn`` or ``padding``.
     shuffle_on_write : bool
         Write the rows in random order. Training that reads the files in order, through a small
         buffer, is then training in random order, even if the rows were sorted. False writes the
@@ -116,7 +116,8 @@ def prepare_data(
         If a column is missing, or its type cannot be used for training.
     DataError
         If there are no rows (for training or for validation). Also for nulls, for ragged arrays,
-        and with ``check_finite`` for numbers that are not finite.
+        and with ``check_finite`` for numbers that are not finite. Columns of any type may be ragged
+        and have nulls.
     StoreError
         If the store cannot be written to.
     """

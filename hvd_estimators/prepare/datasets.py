@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
 
-from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest, MatrixSpec
+from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest, JoinedSpec
 from hvd_estimators.data.types import SPARK_DTYPES
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import Store
@@ -598,7 +598,7 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
     Parameters
     ----------
     columns : iterable of ColumnSpec
-        The columns as read; the columns of a matrix get their own entries, too.
+        The columns as read; columns that are read as one get their own entries, too.
 
     Returns
     -------
@@ -608,17 +608,22 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
         a row) and ``dtype`` (of NumPy, which ``horovod.spark`` does not have).
     """
     columns = tuple(columns)
-    members = (m for column in columns if isinstance(column, MatrixSpec) for m in column.members)
+    members = (m for column in columns if isinstance(column, JoinedSpec) for m in column.members)
     return {
         column.name: {
             "spark_data_type": _spark_type(column),
             "is_sparse_vector_only": column.kind == "sparse",
-            "shape": list(column.shape),
             "intermediate_format": _FORMATS.get(column.kind, "nochange"),
-            "max_size": column.width,
             "dtype": column.dtype,
+            # Rows of any length have no shape.
+            **(
+                {}
+                if column.kind == "any"
+                else {"shape": list(column.shape), "max_size": column.width}
+            ),
         }
         for column in (*columns, *members)
+        if column.kind != "rows"
     }
 
 

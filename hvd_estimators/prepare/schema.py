@@ -6,7 +6,7 @@ ML attributes are read from a column's metadata, in the format of Spark's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,13 @@ from typing_extensions import TypeIs
 
 from hvd_estimators._util.spark_session import is_stopped
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import DENSE, SPARK_DTYPES, decimal_dtype, text_options
+from hvd_estimators.data.types import (
+    DENSE,
+    SPARK_DTYPES,
+    TextColumns,
+    decimal_dtype,
+    text_options,
+)
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 
 
@@ -286,12 +292,15 @@ class StoredColumn:
         Type to which such a column is cast.
     length : Column or None
         Number of elements of a row's value; null or negative for a null. None for scalars.
+    has_map : bool
+        Whether values hold maps, which Spark cannot hash.
     """
 
     spec: ColumnSpec
     expressions: tuple[Column, ...] = ()
     cast: str | None = None
     length: Column | None = None
+    has_map: bool = False
 
     def is_not_finite(self, written: str) -> Column | None:
         """Return an expression over a written column: true if a row holds NaN or infinity.
@@ -349,6 +358,7 @@ def stored_column(
     compress_sparse: bool = False,
     allow_text: bool = False,
     bytes_as_text: bool = True,
+    allow_any: bool = False,
     used_names: Collection[str] = (),
 ) -> StoredColumn:
     """Return the written form of a column.
@@ -365,6 +375,9 @@ def stored_column(
         Also accept strings and bytes.
     bytes_as_text : bool
         Whether ``allow_text`` includes bytes.
+    allow_any : bool
+        Also accept arrays of any length, text, bytes, dates, timestamps, structs and maps, nested
+        in any way and with nulls. Only vectors change their form.
     used_names : collection of str
         Names of other written columns.
 
@@ -374,6 +387,8 @@ def stored_column(
         If the type cannot be used for training.
     """
     name, data_type = field.name, field.dataType
+    if allow_any:
+        return _of_any_type(name, data_type)
     if isinstance(data_type, VectorUDT):
         column = F.col(quoted(name))
         return _sparse(name, column, used_names) if compress_sparse else _dense(name, column)
@@ -391,7 +406,7 @@ def stored_column(
 
 
 def known_columns(
-    df: DataFrame, names: list[str], allow_text: bool | Mapping[str, bool] = False
+    df: DataFrame, names: list[str], allow_text: TextColumns = False
 ) -> list[ColumnSpec] | None:
     """Return the columns' specs as far as the schema determines them, without a Spark job.
 
@@ -415,6 +430,8 @@ def known_columns(
     fields = fields_by_name(df)
     for name in names:
         spec = stored_column(fields[name], **text_options(allow_text, name)).spec
+        if spec.kind == "any":
+            return None
         if spec.shape:
             width = vector_width(fields[name])
             if spec.kind != "vector" or not width:
@@ -424,7 +441,9 @@ def known_columns(
     return specs
 
 
-def feature_array(field: T.StructField, allow_text: bool = False) -> Column:
+def feature_array(
+    field: T.StructField, allow_text: bool = False, allow_any: bool = False
+) -> Column:
     """Return a column in the form that a model's UDF accepts: vectors as float arrays.
 
     Raises
@@ -432,11 +451,50 @@ def feature_array(field: T.StructField, allow_text: bool = False) -> Column:
     ColumnError
         If the type cannot be used for prediction.
     """
-    stored = stored_column(field, allow_text=allow_text)
+    stored = stored_column(field, allow_text=allow_text, allow_any=allow_any)
     if stored.expressions:
         return stored.expressions[0]
     column = F.col(quoted(field.name))
     return column.cast(stored.cast) if stored.cast else column
+
+
+def _of_any_type(name: str, data_type: T.DataType) -> StoredColumn:
+    if isinstance(data_type, VectorUDT):
+        dense = _dense(name, F.col(quoted(name)))
+        return StoredColumn(ColumnSpec(name, "any", "float32"), dense.expressions)
+    for leaf in _leaves(data_type):
+        if not isinstance(leaf, _ANY):
+            raise ColumnError(
+                f"Column {name!r} has type {data_type.simpleString()}, and a collate function "
+                f"takes no {leaf.simpleString()}: {_remedy(name, leaf)}."
+            )
+    leaf = _leaf(data_type)[0] if isinstance(data_type, T.ArrayType) else data_type
+    dtype = "object"
+    if isinstance(leaf, (T.NumericType, T.BooleanType)):
+        dtype = _dtype(name, leaf, data_type)
+    has_map = "map<" in data_type.simpleString()
+    return StoredColumn(ColumnSpec(name, "any", dtype), has_map=has_map)
+
+
+_ANY = (
+    *(T.NumericType, T.BooleanType, *_TEXT, T.BinaryType),
+    *(T.DateType, T.TimestampType, T.TimestampNTZType),
+)
+"""Types of values that functions take, besides arrays, structs and maps of these."""
+
+
+def _leaves(data_type: T.DataType) -> Iterator[T.DataType]:
+    """Yield the types of the values in a type."""
+    if isinstance(data_type, T.ArrayType):
+        yield from _leaves(data_type.elementType)
+    elif isinstance(data_type, T.MapType):
+        yield from _leaves(data_type.keyType)
+        yield from _leaves(data_type.valueType)
+    elif isinstance(data_type, T.StructType):
+        for field in data_type:
+            yield from _leaves(field.dataType)
+    else:
+        yield data_type
 
 
 def _dense(name: str, column: Column) -> StoredColumn:
@@ -492,8 +550,14 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
         return dtype
     raise ColumnError(
         f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
-        f"vector or an array of numbers: {_remedy(name, leaf)}."
+        f"vector or an array of numbers: {_remedy(name, leaf)}.{_collate_hint(leaf)}"
     )
+
+
+def _collate_hint(leaf: T.DataType) -> str:
+    if all(isinstance(each, _ANY) for each in _leaves(leaf)):
+        return " A collate_fn (torch and Lightning) takes it unchanged."
+    return ""
 
 
 def _cast(leaf: T.DataType) -> tuple[str | None, bool]:

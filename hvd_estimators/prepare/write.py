@@ -284,6 +284,9 @@ def _frame(
     numbers = [f"c{number}" for number in range(len(stored) + len(further))]
     others, by_column = numbers[len(stored) :], iter(numbers)
     parts = [[next(by_column) for _ in column.spec.stored_names] for column in columns]
+    # Maps are hashed as text.
+    maps = [name for c, names in zip(columns, parts, strict=True) for name in names if c.has_map]
+    hashed = [f"cast({name} as string)" if name in maps else name for name in numbers]
     drawn: list[Column] = []
     length_names = dict(zip(lengths, others, strict=False))
     measures = _measures(columns, parts, length_names, check_finite)
@@ -298,7 +301,7 @@ def _frame(
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
         if not in_order:
-            frame = frame.sortWithinPartitions(F.expr(_hash(numbers)))
+            frame = frame.sortWithinPartitions(F.expr(_hash(hashed)))
         frame = frame.select("*", *drawn)
     observation = Observation()
     frame = frame.observe(observation, *measures).drop(*length_names.values())
@@ -353,7 +356,7 @@ def _content(
         depth = len(column.spec.shape)
         for value in names:
             if not depth:
-                hashed.append(value)
+                hashed.append(f"cast({value} as string)" if column.has_map else value)
                 continue
             # Of long arrays, only the beginning and the middle, because hashing takes as long as
             # writing.
@@ -422,7 +425,9 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
         if shortest != longest:
             raise DataError(
                 f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
-                f"elements{' within arrays' if level else ''}. Pad or cut them to one length."
+                f"elements{' within arrays' if level else ''}. Pad or cut them to one length, or "
+                f"set padding={{{spec.name!r}: 0}} or collate_fn (torch and Lightning), which take "
+                "rows of any length."
             )
         # Nulls and empty arrays have no inner lengths, and are found in the files.
         shape.append(-1 if longest is None else int(longest))

@@ -11,6 +11,7 @@ import torch
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.checks import check_class_weight
+from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
@@ -97,10 +98,46 @@ def check_column_dtypes(settings: TorchSettings) -> None:
     """Check that ``column_dtypes`` has only columns that are read."""
     needed = settings.needed_columns
     unknown = sorted(settings.column_dtypes.keys() - {*needed})
-    if unknown and settings.transformation is None:
+    if unknown and not settings.makes_values:
         raise ParamError(
             f"column_dtypes: {unknown[0]!r} is not a column that is read. Set one of "
             f"{', '.join(map(repr, needed))}.{did_you_mean(unknown[0], needed)}"
+        )
+
+
+def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
+    """Check the params for rows of any length together with others."""
+    name = "padding" if settings.collate_fn is None else "collate_fn"
+    if settings.masks and settings.padding is None:
+        raise ParamError("masks: found True without padding. Set padding, or leave masks out.")
+    if settings.collate is None:
+        return
+    if settings.collate_fn is not None and settings.padding is not None:
+        raise ParamError("collate_fn and padding are both set. Pad in the collate_fn.")
+    columns = [*settings.inputs.columns, *settings.label_cols]
+    for column in settings.padding or ():
+        if column not in columns:
+            raise ParamError(
+                f"padding: {column!r} is no feature or label column. Set one of "
+                f"{', '.join(map(repr, columns))}.{did_you_mean(column, columns)}"
+            )
+    for other in ("input_shapes", "label_shapes"):
+        if settings.get(other) is not None:
+            raise ParamError(
+                f"{other}: found {settings.get(other)}, and {name} makes tensors whose shapes "
+                f"differ by batch. Leave {other} out, and reshape in the model or in a collate_fn."
+            )
+    if settings.transformation is not None:
+        raise ParamError(
+            f"{name}: found a transformation_fn or transformation_batch_fn as well, which needs "
+            "rows of one length. Transform the rows in a collate_fn."
+        )
+    module = settings.data_module
+    is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
+    if reads_itself or is_users:
+        raise ParamError(
+            f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
+            "or set data_module to 'arrow' or 'petastorm'."
         )
 
 

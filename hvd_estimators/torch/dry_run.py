@@ -13,7 +13,6 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
+    Inputs,
     Selected,
     TensorSpec,
     require_tensors,
@@ -160,6 +160,39 @@ def output_shapes(
     return _row_shapes(require_tensors(tensors.select(raw), raw), tensors, len(inputs[0]))
 
 
+def with_any_size(
+    shapes: Sequence[tuple[int | None, ...]],
+    module: torch.nn.Module,
+    tensors: TensorSpec,
+    batches: Sequence[Sequence[torch.Tensor]],
+) -> list[tuple[int | None, ...]]:
+    """Return the shapes of outputs with None for each size that differs between batches.
+
+    Parameters
+    ----------
+    shapes : sequence of tuple of int
+        Shapes of rows in a batch that the module takes.
+    module, tensors
+        See `output_shapes`.
+    batches : sequence of sequence of torch.Tensor
+        Inputs of one row each.
+    """
+    found = list(shapes)
+    for inputs in batches:
+        try:
+            others = output_shapes(module, tensors, inputs)
+        except ShapeError as error:
+            logger.info("The model does not take a single row (%s)", error)
+            continue
+        found = [
+            tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
+            if len(shape) == len(other)
+            else shape
+            for shape, other in zip(found, others, strict=True)
+        ]
+    return found
+
+
 def _row_shapes(
     outputs: Sequence[torch.Tensor], tensors: TensorSpec, rows: int
 ) -> list[tuple[int, ...]]:
@@ -187,16 +220,16 @@ def _not_taken(
     tensors: TensorSpec,
     inputs: Sequence[torch.Tensor],
 ) -> str:
-    given = _tensors_of(Batch(list(inputs), [], None), replace(tensors, label_cols=()))
+    given = described(tensors.named(inputs))
     hint = ""
     if tensors.input_form == "positional" and not _accepts(module, len(inputs)):
         shapes = (tuple(tensor.shape[1:]) for tensor in inputs)
-        hint = matrix_hint(dict(zip(tensors.feature_cols, shapes, strict=True)))
+        hint = matrix_hint(dict(zip(tensors.names(inputs), shapes, strict=True)))
     failed = (
         f"The model cannot take the feature columns. It was called with {given} and raised "
         f"{type(error).__name__}: {error}."
     )
-    columns = dict(zip(tensors.feature_cols, inputs, strict=True))
+    columns = tensors.named(inputs)
     reason = failed_lookup(lambda: tensors.call(module, inputs), columns)
     if reason is not None:
         return f"{failed} {reason}"
@@ -618,7 +651,8 @@ def _check_loss(
 
     def parts_of(rows: slice) -> list[WeightedLoss]:
         weights = None if batch.weights is None else batch.weights[rows]
-        some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in labels], weights)
+        named = {name: x[rows] for name, x in tensors.named(batch.inputs).items()}
+        some = Batch(Inputs(named), [y[rows] for y in labels], weights)
         of_some = outputs
         if is_of_rows:
             of_some = _rows_of(outputs, rows, batch.rows)
@@ -824,5 +858,5 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
 
 def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
     """Return a batch's tensors by column, as text."""
-    names = (*tensors.feature_cols, *tensors.label_cols)
-    return described(dict(zip(names, (*batch.inputs, *batch.labels), strict=True)))
+    labels = dict(zip(tensors.label_cols, batch.labels, strict=True))
+    return described({**tensors.named(batch.inputs), **labels})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.summary import as_records
+from hvd_estimators.torch.collate_params import COLLATE_PARAMS
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams
@@ -90,7 +91,7 @@ class TorchEstimator(TorchEstimatorSignatures):
         names = (
             *("input_shapes", "column_dtypes", "input_form"),
             *("loss_form", "loss", "loss_constructors", "loss_weights", "metrics"),
-            *("label_shapes", "precision"),
+            *("label_shapes", "precision", *COLLATE_PARAMS),
         )
         own = {name: self.getOrDefault(name) for name in names}
         own["_upstream_names"] = self.upstream_names

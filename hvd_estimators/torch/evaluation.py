@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, plain_module
+from hvd_estimators.torch.tensors import AnyColumns
 
 
 class TorchEvaluator:
@@ -54,9 +55,9 @@ class TorchEvaluator:
         """Return sums over no rows."""
         return TorchSums(self._evaluate, self._objective)
 
-    def _evaluate(self, columns: dict[str, Array]) -> Any:
+    def _evaluate(self, columns: AnyColumns) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(naming_inputs(lambda: described(columns)))
+            stack.enter_context(naming_inputs(lambda: _described(columns)))
             if self._device.type == "cuda":
                 # Covers tensors that a module creates on "cuda".
                 stack.enter_context(torch.cuda.device(self._device))
@@ -66,17 +67,21 @@ class TorchEvaluator:
             return self._objective.evaluate(self._module, batch)
 
 
+def _described(columns: AnyColumns) -> str:
+    if isinstance(columns, CollatedBatch):
+        return f"a batch of {columns.rows} rows"
+    return described(columns)
+
+
 class TorchSums:
     """Sums of loss and metrics of a partition."""
 
-    def __init__(
-        self, evaluate: Callable[[dict[str, Array]], Any], objective: RankObjective
-    ) -> None:
+    def __init__(self, evaluate: Callable[[AnyColumns], Any], objective: RankObjective) -> None:
         self._evaluate = evaluate
         self._parts = objective.loss_parts
         self._sums = MetricSums(objective.metrics, self._parts)
 
-    def add(self, columns: dict[str, Array]) -> None:
+    def add(self, columns: AnyColumns) -> None:
         """Evaluate a batch."""
         self._sums.add(self._evaluate(columns))
 

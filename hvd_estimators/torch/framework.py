@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
@@ -21,10 +21,12 @@ from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
+    check_collate,
     check_column_dtypes,
     check_layers,
     check_training,
 )
+from hvd_estimators.torch.collate_params import COLLATE_PARAMS
 from hvd_estimators.torch.dry_run import (
     check_batches,
     check_embeddings,
@@ -33,6 +35,7 @@ from hvd_estimators.torch.dry_run import (
     check_own_step,
     needs_two_rows,
     takes_one_row,
+    with_any_size,
 )
 from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.loss import ignored_class, kind_of_outputs, takes_class_indices
@@ -54,6 +57,7 @@ class TorchFramework(Framework):
     sent = (
         *Framework.sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
+        "collate_fn",
     )
     run_settings = (
         *Framework.run_settings,
@@ -62,7 +66,7 @@ class TorchFramework(Framework):
     )
     optional_run_settings = (
         *Framework.optional_run_settings,
-        *("loss_form", "class_weight", *STEP_PARAMS),
+        *("loss_form", "class_weight", *COLLATE_PARAMS, *STEP_PARAMS),
     )
     settings: TorchSettings
 
@@ -83,6 +87,7 @@ class TorchFramework(Framework):
             yield
 
     def check_params(self) -> None:
+        check_collate(self.settings, self.reads_itself)
         self.check_training()
         check_collectives(self)
         check_layers(self.settings, self.collectives)
@@ -109,9 +114,9 @@ class TorchFramework(Framework):
 
     def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
         settings = self.settings
-        # A transformation may change the shape of labels, and a user's step their type.
-        changed = settings.transformation or settings.train_minibatch_fn
-        if settings.is_joint or changed is not None:
+        # A function of the user may change the shape of labels, and a user's step their type.
+        has_own_step = settings.train_minibatch_fn is not None
+        if settings.is_joint or settings.makes_values or has_own_step:
             return {}
         losses = settings.losses_in("loss") or ()
         dtypes = {
@@ -135,7 +140,7 @@ class TorchFramework(Framework):
                 settings.model,
                 settings.optimizer,
                 settings.objective(),
-                columns,
+                settings.delivered(columns),
                 settings.backward_passes_per_step,
             )
             if settings.validation is None:
@@ -147,7 +152,7 @@ class TorchFramework(Framework):
                     settings.model,
                     settings.loss_function(),
                     tensors,
-                    columns,
+                    settings.delivered(columns),
                     settings.named_metrics(),
                 ),
                 validates=settings.validation is not None,
@@ -155,10 +160,10 @@ class TorchFramework(Framework):
             )
 
         def call(rows: int) -> Callable[[Any], Any]:
-            inputs = tensors.inputs(repeated(columns, rows))
+            inputs = tensors.inputs(settings.delivered(repeated(columns, rows)))
 
             def run(module: torch.nn.Module) -> None:
-                with Lookups(dict(zip(tensors.feature_cols, inputs, strict=True))) as lookups:
+                with Lookups(tensors.named(inputs)) as lookups:
                     tensors.call(module, inputs)
                 id_limits.update(lookups.id_limits)
 
@@ -166,11 +171,17 @@ class TorchFramework(Framework):
 
         id_limits: dict[str, int] = {}
         one_row = takes_one_row(settings.model, call(1), [call(2), call(3)])
-        return Trial(tried or shapes or None, one_row, id_limits)
+        found: Sequence[tuple[int | None, ...]] = tried or shapes or ()
+        if found and settings.collate is not None:
+            ends = [take(columns, slice(1)), take(columns, slice(-1, None))]
+            singles = [tensors.inputs(settings.delivered(row)) for row in ends]
+            found = with_any_size(found, settings.model, tensors, singles)
+        return Trial(found or None, one_row, id_limits)
 
     def check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         settings = self.settings
-        if settings.class_weight and settings.transformation is None:
+        is_plain = settings.transformation is None and settings.collate is None
+        if settings.class_weight and is_plain:
             (label,) = settings.label_cols
             check_classes(label, rows_of_model(settings, manifest)[label])
 

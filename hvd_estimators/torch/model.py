@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
+from pyspark.sql import Column
+from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
+from hvd_estimators.loading.collate import Collate
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
     DeclaredParams,
@@ -26,7 +29,10 @@ from hvd_estimators.params import (
     param,
     shapes,
 )
+from hvd_estimators.prepare.schema import feature_array
 from hvd_estimators.saving.save import FileReadable, FileWritable
+from hvd_estimators.torch.collate import make_collate
+from hvd_estimators.torch.collate_params import CollateParams
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
@@ -78,7 +84,7 @@ else:
     TorchModelSignatures = HorovodModel
 
 
-class TorchModel(TorchFiles, TorchModelSignatures):
+class TorchModel(TorchFiles, CollateParams, TorchModelSignatures):
     """Fitted torch module as a Spark ML Transformer.
 
     `transform` adds one column per output. A number per row becomes a double, a one-dimensional
@@ -137,6 +143,21 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         if module is None:
             raise ParamError("model is not set. Set model.")
         return plain_module(module)
+
+    def _collate(self) -> Collate | None:
+        get = self.getOrDefault
+        if get("apply_transformation") and (get("collate_fn") or get("padding")):
+            raise ParamError(
+                "apply_transformation: the model makes its batches of rows by collate_fn or "
+                "padding. Transform the rows in a collate_fn."
+            )
+        return make_collate(get, self._input_columns(), get("sample_weight_col"))
+
+    def _feature_column(self, field: T.StructField) -> Column:
+        get = self.getOrDefault
+        if get("collate_fn") is not None or field.name in (get("padding") or ()):
+            return feature_array(field, allow_any=True)
+        return super()._feature_column(field)
 
     def _transform_spec(self) -> TensorSpec:
         return transform_spec(self.getOrDefault)
@@ -198,6 +219,12 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         StoreError
             If the file exists already, or cannot be written.
         """
+        if self._collate() is not None:
+            raise ParamError(
+                "export_onnx: the model's inputs are made by collate_fn or padding, so the columns "
+                "do not tell them. Export model.getModel() with torch.onnx.export and inputs that "
+                "the function makes."
+            )
         module = self._plain_model()
         names = self._input_columns().names
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)

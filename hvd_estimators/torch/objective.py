@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.torch.collectives import current
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
@@ -29,6 +30,7 @@ from hvd_estimators.torch.loss import (
 from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import (
+    AnyColumns,
     Batch,
     TensorSpec,
     call_with_leading,
@@ -270,16 +272,14 @@ class RankObjective:
             return 1
         return len(self.loss.functions)
 
-    def totals(
-        self, window: Sequence[Mapping[str, torch.Tensor]]
-    ) -> Callable[[], torch.Tensor] | None:
+    def totals(self, window: Sequence[AnyColumns]) -> Callable[[], torch.Tensor] | None:
         """Return the step's denominators that labels determine, summed over all ranks.
 
         All ranks must call this method once per step. The forward pass hides part of the reduction.
 
         Parameters
         ----------
-        window : sequence of mapping
+        window : sequence of mapping or CollatedBatch
             Columns of this rank's micro-batches of the step.
 
         Returns
@@ -292,11 +292,17 @@ class RankObjective:
         if (
             self.has_own_step
             or not isinstance(loss, Loss)
-            or not loss.depends_on_targets([tensors.dtype(name) for name in tensors.label_cols])
+            or not loss.depends_on_targets(tensors.label_dtypes)
         ):
             return None
-        own = [loss.denominators(tensors.labels(columns, self._device)) for columns in window]
-        total = torch.stack(own).sum(dim=0)
+        zeros = torch.zeros(len(loss.functions), dtype=torch.float64, device=self._device)
+        own = [
+            loss.denominators(tensors.labels(columns, self._device))
+            for columns in window
+            # A collated batch without rows has no labels.
+            if not isinstance(columns, CollatedBatch) or columns.rows
+        ]
+        total = torch.stack([zeros, *own]).sum(dim=0)
         if current().size == 1:
             return lambda: total
         return functools.cache(current().reduce_async(total, "sum", "denominators"))
@@ -313,7 +319,7 @@ class RankObjective:
         try:
             raw = self.tensors.call(module, batch.inputs)
         except (IndexError, RuntimeError) as error:
-            columns = dict(zip(self.tensors.feature_cols, batch.inputs, strict=True))
+            columns = self.tensors.named(batch.inputs)
             reason = failed_lookup(lambda: self.tensors.call(module, batch.inputs), columns)
             if reason is None:
                 raise

@@ -11,6 +11,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
+from hvd_estimators.torch.collate_params import CollateParams
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.optimizer_step import (
@@ -56,7 +57,14 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     return converted
 
 
-class TorchParams(TorchFiles, ClassWeightParams, CollectivesParams, LoggerParams, HorovodEstimator):
+class TorchParams(
+    TorchFiles,
+    CollateParams,
+    ClassWeightParams,
+    CollectivesParams,
+    LoggerParams,
+    HorovodEstimator,
+):
     """Params for tensors and for the training of a torch module."""
 
     model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")

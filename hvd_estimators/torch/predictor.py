@@ -18,12 +18,15 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
+from hvd_estimators.loading.collate import Collate, CollatedBatch
 from hvd_estimators.saving.saved import Saved
+from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Copy,
+    Inputs,
     TensorSpec,
     cuda_copies,
     require_tensors,
@@ -186,7 +189,14 @@ class TorchPredictor(FrameworkPredictor):
         Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
+
+    Attributes
+    ----------
+    collate : Collate or None
+        Makes batches of rows for a predictor without Spark.
     """
+
+    collate: Collate | None = None
 
     def __init__(
         self,
@@ -207,11 +217,22 @@ class TorchPredictor(FrameworkPredictor):
         return str(self._spec.dtypes.get(name, "float32"))
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
-        """Return one tensor per column, on the CPU."""
+        """Return one tensor per column, or the inputs of a `CollatedBatch`, on the CPU."""
+        (*_, first) = arrays
+        if isinstance(first, CollatedBatch):
+            return self._spec.inputs(first)
         return self._spec.inputs(dict(zip(self._columns, arrays, strict=True)))
 
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        if any(isinstance(each, CollatedBatch) for each in inputs):
+            return {}
+        return self._spec.named(inputs)
+
     def _start(self, inputs: list[torch.Tensor]) -> Finish:
-        return self._forward.begin(inputs, self._outputs)
+        names = self._spec.names(inputs)
+        return self._forward.begin(
+            inputs, lambda tensors: self._outputs(Inputs(dict(zip(names, tensors, strict=True))))
+        )
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         """Call the module."""
@@ -224,7 +245,7 @@ class TorchPredictor(FrameworkPredictor):
             # torch's errors about ids; without them, another call would tell nothing.
             if not isinstance(error, IndexError) and "indices" not in str(error):
                 raise
-            columns = dict(zip(self._columns, inputs, strict=True))
+            columns = self._spec.named(inputs)
             reason = failed_lookup(lambda: self._call(inputs), columns)
             if reason is None:
                 raise
@@ -260,13 +281,21 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
         input_form=get("input_form") or "positional",
         outputs=get("outputs"),
         pairs=get("loss_form") != "joint",
+        keeps_dtypes=get("collate_fn") is not None,
     )
+
+
+def saved_collate(saved: Saved) -> Collate | None:
+    """Return the maker of batches of a saved model, or None."""
+    return make_collate(saved.get, InputColumns.of(saved.get("feature_columns")))
 
 
 def _load(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequence[str]]:
     precision = saved.get("inference_precision") or "float32"
     spec = transform_spec(saved.get)
-    return TorchPredictor(saved.file("model"), spec, precision, resources), ()
+    predictor = TorchPredictor(saved.file("model"), spec, precision, resources)
+    predictor.collate = saved_collate(saved)
+    return predictor, ()
 
 
 load_predictor = predictor_loader("TorchModel", _load)

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
+from hvd_estimators.loading.collate import Collate
+from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
@@ -38,6 +41,19 @@ class TorchSettings(Settings):
     def is_joint(self) -> bool:
         """True if one loss takes all outputs."""
         return bool(self.loss_form == "joint")
+
+    @cached_property
+    def collate(self) -> Collate | None:
+        """The maker of batches of rows of any length, or None."""
+        return make_collate(self.get, self.inputs, self.sample_weight_col)
+
+    @property
+    def allowed_text(self) -> TextColumns:
+        """The columns that may be written as text, or as any type; True for all as text."""
+        columns = self.padding or ()
+        if self.collate_fn is not None:
+            columns = [name for name in self.needed_columns if name != self.sample_weight_col]
+        return dict.fromkeys(columns, "any") if columns else super().allowed_text
 
     @cached_property
     def column_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -78,6 +94,7 @@ class TorchSettings(Settings):
             input_form=self.input_form,
             outputs=self.outputs,
             pairs=bool(self.label_cols) and not self.is_joint,
+            keeps_dtypes=self.collate_fn is not None,
         )
 
     def objective(self) -> Objective:

@@ -29,6 +29,9 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     loggers: Iterable[Logger] | None
     collectives: Literal["auto", "horovod", "torch"] | None
     class_weight: Mapping[int, float] | None
+    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
+    padding: dict[str, float] | None
+    masks: bool | None
     input_shapes: Iterable[Iterable[int]] | None
     input_form: Literal["positional", "keyword", "dict"] | None
     loss_form: Literal["per_label", "joint"] | None
@@ -72,11 +75,13 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
     ) -> TorchModel: ...
 
     getLoggers = getCollectives = getClassWeight = getter
+    getCollateFn = getPadding = getMasks = getter
     getInputShapes = getInputForm = getLossForm = getter
     getLossConstructors = getTrainMinibatchFn = getStateful = getter
     getColumnDtypes = getGradientClipNorm = getGradientClipValue = getter
     getLrScheduler = getLrSchedulerInterval = getPrecision = getter
     setLoggers = setCollectives = setClassWeight = setter
+    setCollateFn = setPadding = setMasks = setter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
     setColumnDtypes = setGradientClipNorm = setGradientClipValue = setter
@@ -85,6 +90,9 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     history: list[dict[str, Any]] | None
     model: torch.nn.Module | None
+    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
+    padding: dict[str, float] | None
+    masks: bool | None
     optimizer: torch.optim.Optimizer | None
     loss: Any
     loss_constructors: Any
@@ -101,6 +109,9 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchModelKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchModelKeywords]) -> Self: ...
     def getModel(self) -> torch.nn.Module: ...
+    def getCollateFn(self) -> Callable[[list[dict[str, Any]]], Any] | None: ...
+    def getPadding(self) -> dict[str, float] | None: ...
+    def getMasks(self) -> bool: ...
     def getOptimizer(self) -> torch.optim.Optimizer | None: ...
     def getLoss(self) -> Any: ...
     def getLossConstructors(self) -> Any: ...
@@ -112,6 +123,7 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def getInputShapes(self) -> list[list[int]] | None: ...
     def getColumnDtypes(self) -> dict[str, str]: ...
     def getInputForm(self) -> Literal["positional", "keyword", "dict"]: ...
+    setCollateFn = setPadding = setMasks = setter
     setOptimizer = setLoss = setLossConstructors = setter
     setLossForm = setLossWeights = setMetrics = setter
     setLabelShapes = setPrecision = setInputShapes = setter

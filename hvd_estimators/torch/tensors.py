@@ -23,9 +23,11 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.inference.batch import with_rows
 from hvd_estimators.launch.rank.hang_detection import made_progress
-from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
+from hvd_estimators.loading.blocks import BufferPool, Rows, fresh_buffer
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.interleave import Prefetch
-from hvd_estimators.loading.shuffle import Chunk, first_batches
+from hvd_estimators.loading.shuffle import Batches, first_batches
+from hvd_estimators.torch.collate import as_tensor, map_leaves, split_batch
 
 # Name of the prediction in Hugging Face models.
 _PREDICTION = "logits"
@@ -168,7 +170,15 @@ INPUT_FORMS = ("positional", "keyword", "dict")
 """Forms in which a module takes its inputs, see `with_form`."""
 
 
-AnyColumns = Mapping[str, Array | torch.Tensor]
+AnyColumns = Mapping[str, Array | torch.Tensor] | CollatedBatch
+
+
+class Inputs(list[torch.Tensor]):
+    """Inputs of a collated batch, with their names."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(named.values())
+        self.names = tuple(named)
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,8 @@ class TensorSpec:
         Positions or names of the outputs that are predictions, see `select_outputs`.
     pairs : bool
         Whether each prediction pairs with a label. False if one loss takes all outputs.
+    keeps_dtypes : bool
+        Whether columns that ``dtypes`` does not name keep the dtypes of a collate function.
     """
 
     feature_cols: tuple[str, ...]
@@ -202,16 +214,25 @@ class TensorSpec:
     input_form: str = "positional"
     outputs: Sequence[int | str] | None = None
     pairs: bool = True
+    keeps_dtypes: bool = False
+
+    def names(self, inputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """Return the names of inputs."""
+        return inputs.names if isinstance(inputs, Inputs) else self.feature_cols
+
+    def named(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return inputs by name."""
+        return dict(zip(self.names(inputs), inputs, strict=True))
 
     def call(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         """Call a module with its inputs."""
-        return with_form(module, inputs, self.feature_cols, self.input_form)
+        return with_form(module, inputs, self.names(inputs), self.input_form)
 
     def arguments(self, inputs: list[torch.Tensor]) -> Any:
         """Return inputs for a user's function: a list, or a dict if the inputs have names."""
         if self.input_form == "positional":
             return inputs
-        return dict(zip(self.feature_cols, inputs, strict=True))
+        return self.named(inputs)
 
     def select(self, outputs: Any) -> Selected:
         """Return the outputs that are predictions, in the order of the labels if they pair."""
@@ -250,11 +271,20 @@ class TensorSpec:
 
     def inputs(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Return the model's inputs, with the rows of the batch first."""
+        if isinstance(columns, CollatedBatch):
+            return Inputs(self._on_device(self._split(columns)[0], device))
         return self._tensors(columns, self.feature_cols, self.input_shapes, device)
 
     def batch(self, columns: AnyColumns, device: torch.device | str = "cpu") -> Batch:
         """Return inputs, targets and weights of a batch."""
         weights = None
+        if isinstance(columns, CollatedBatch):
+            if not columns.rows:
+                return Batch([], [], None, 0)
+            if columns.weights is not None:
+                weights = _tensor(columns.weights, torch.float32, device)
+            inputs = self.inputs(columns, device)
+            return Batch(inputs, self.labels(columns, device), weights, columns.rows)
         if self.sample_weight_col is not None:
             weights = _tensor(columns[self.sample_weight_col], torch.float32, device)
         return Batch(self.inputs(columns, device), self.labels(columns, device), weights)
@@ -267,14 +297,43 @@ class TensorSpec:
         DataError
             If a class number is not whole.
         """
-        labels = self._tensors(columns, self.label_cols, self.label_shapes, device)
+        if isinstance(columns, CollatedBatch):
+            found = self._split(columns)[1]
+            for name in self.label_cols:
+                if name not in found:
+                    raise DataError(
+                        f"label_cols: collate_fn returned no label {name!r}. Return a dict with "
+                        f"{name!r}, or a tuple (inputs, labels)."
+                    )
+            given = {name: found[name] for name in self.label_cols}
+            labels = [*self._on_device(given, device).values()]
+            columns = given
+        else:
+            labels = self._tensors(columns, self.label_cols, self.label_shapes, device)
         for name, label in zip(self.label_cols, labels, strict=True):
             _check_whole(name, columns[name], label)
         return labels
 
+    def _split(
+        self, batch: CollatedBatch
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        weight = [] if self.sample_weight_col is None else [self.sample_weight_col]
+        value = map_leaves(as_tensor, batch.value)
+        return split_batch(value, self.feature_cols, self.label_cols, weight)
+
+    def _on_device(
+        self, named: Mapping[str, torch.Tensor], device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        columns = () if self.keeps_dtypes else (*self.feature_cols, *self.label_cols)
+        converted = {*columns, *self.dtypes}
+        return {
+            name: _tensor(each, self.dtype(name) if name in converted else each.dtype, device)
+            for name, each in named.items()
+        }
+
     def _tensors(
         self,
-        columns: AnyColumns,
+        columns: Mapping[str, Array | torch.Tensor],
         names: Sequence[str],
         shapes: Sequence[Sequence[int]] | None,
         device: torch.device | str,
@@ -287,6 +346,12 @@ class TensorSpec:
             tensor.reshape(len(tensor), *shape[1:])
             for tensor, shape in zip(tensors, shapes, strict=True)
         ]
+
+    @property
+    def label_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the labels; integers, as class numbers have, if a collate function decides."""
+        default = "int64" if self.keeps_dtypes else "float32"
+        return [getattr(torch, self.dtypes.get(name, default)) for name in self.label_cols]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a column's tensor."""
@@ -301,19 +366,23 @@ class Batch:
     inputs: list[torch.Tensor]
     labels: list[torch.Tensor]
     weights: torch.Tensor | None
+    collated_rows: int | None = None
+    """Number of rows of a collated batch, whose inputs may have any shape."""
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return len(self.inputs[0])
+        return len(self.inputs[0]) if self.collated_rows is None else self.collated_rows
 
 
 def tensor_batches(
-    chunks: Iterable[Chunk],
+    chunks: Iterable[Batches],
     device: torch.device | str = "cpu",
     num_batches: int | None = None,
-) -> Generator[dict[str, torch.Tensor], None, None]:
+) -> Generator[dict[str, torch.Tensor] | CollatedBatch, None, None]:
     """Yield each batch of each chunk as a dict of column name to tensor.
+
+    A `CollatedBatch` is yielded with tensors in place of its arrays.
 
     A chunk's blocks become tensors once, without a copy. torch then splits the blocks into batches
     and columns. For a GPU, each block is copied once, while batches of the previous chunk are in
@@ -321,7 +390,7 @@ def tensor_batches(
 
     Parameters
     ----------
-    chunks : iterable of Chunk
+    chunks : iterable of Chunk or CollatedBatch
         The batches.
     device : torch.device or str
         Target device of the tensors.
@@ -337,6 +406,9 @@ def tensor_batches(
     with contextlib.closing(blocks):
         for chunk, tensors_of_blocks in blocks:
             made_progress()
+            if isinstance(chunk, CollatedBatch):
+                yield with_tensors(chunk, tensors_of_blocks)
+                continue
             groups = chunk.rows.layout.groups
             cut = (block.split(chunk.sizes) for block in tensors_of_blocks)
             for parts in zip(*cut, strict=True):
@@ -347,12 +419,42 @@ def tensor_batches(
                 yield tensors
 
 
+def with_tensors(batch: CollatedBatch, tensors: Sequence[torch.Tensor]) -> CollatedBatch:
+    """Return a batch with tensors in place of its leaves; see `leaves`."""
+    left = iter(tensors)
+
+    def placed(leaf: Any) -> Any:
+        return next(left) if isinstance(as_tensor(leaf), torch.Tensor) else leaf
+
+    return dataclasses.replace(
+        batch, value=map_leaves(placed, batch.value), weights=map_leaves(placed, batch.weights)
+    )
+
+
+def leaves(batch: CollatedBatch) -> list[torch.Tensor]:
+    """Return the tensors of a batch, in the order of `map_leaves`."""
+    found: list[torch.Tensor] = []
+
+    def keep(leaf: Any) -> None:
+        tensor = as_tensor(leaf)
+        if isinstance(tensor, torch.Tensor):
+            found.append(tensor)
+
+    map_leaves(keep, batch.value)
+    map_leaves(keep, batch.weights)
+    return found
+
+
 def _blocks(
-    chunks: Iterable[Chunk],
-) -> Generator[tuple[Chunk, list[torch.Tensor]], None, None]:
+    chunks: Iterable[Batches],
+) -> Generator[tuple[Batches, list[torch.Tensor]], None, None]:
     """Yield each chunk with its blocks as tensors; closes the chunks, if they can be closed."""
     try:
         for chunk in chunks:
+            if isinstance(chunk, CollatedBatch):
+                yield chunk, leaves(chunk)
+                continue
+            assert isinstance(chunk.rows, Rows)
             yield chunk, [from_numpy(block) for block in chunk.rows.blocks]
     finally:
         # Close explicitly: before Python 3.13, a closed generator does not release its references.
@@ -361,8 +463,8 @@ def _blocks(
 
 
 def _copied(
-    chunks: Iterable[Chunk], start_copy: Copy, num_batches: int | None
-) -> Generator[tuple[Chunk, list[torch.Tensor]], None, None]:
+    chunks: Iterable[Batches], start_copy: Copy, num_batches: int | None
+) -> Generator[tuple[Batches, list[torch.Tensor]], None, None]:
     """Yield copies of each chunk's blocks, ahead of their use up to a number of batches."""
     parts = [chunks]
     if num_batches is not None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.loading.collate import CollatedBatch
 
 
 class WeightedBatches:
@@ -27,7 +28,7 @@ class WeightedBatches:
 
     Parameters
     ----------
-    batches : iterator of mapping
+    batches : iterator of mapping or CollatedBatch
         The rank's batches, in the form of any framework: column name to rows.
     global_sizes : iterator of int, or None
         Rows of each batch over all ranks, see `DataModule.global_train_sizes`.
@@ -42,7 +43,7 @@ class WeightedBatches:
 
     def __init__(
         self,
-        batches: Iterator[Mapping[str, Any]],
+        batches: Iterator[Mapping[str, Any] | CollatedBatch],
         global_sizes: Iterator[int] | None,
         size: int,
         passes_per_step: int,
@@ -54,10 +55,12 @@ class WeightedBatches:
         self._passes = passes_per_step
         self._sum_over_ranks = sum_over_ranks
 
-    def next_window(self, count: int) -> list[tuple[Mapping[str, Any], float]]:
+    def next_window(self, count: int) -> list[tuple[Any, float]]:
         """Return the batches of the next optimizer step, each with its factor."""
         window = list(itertools.islice(self._batches, count))
-        rows = [num_rows(columns) for columns in window]
+        rows = [
+            batch.rows if isinstance(batch, CollatedBatch) else num_rows(batch) for batch in window
+        ]
         if self._sizes is not None:
             total = float(sum(itertools.islice(self._sizes, count)))
         else:

@@ -146,7 +146,7 @@ def test_arrays_of_several_forms_keep_their_values():
     expected = {name: array.tolist() for name, array in columns.items()}
     pool = TransformPool(Transformation(batch_function=dict, text=("bytes",)), 1)
 
-    (result,) = pool._map(iter([(columns, [1])]))
+    (result,) = pool.map(iter([(columns, [1])]))
 
     pool.close()
     assert {name: array.tolist() for name, array in result.items()} == expected
@@ -158,7 +158,7 @@ def test_results_keep_their_values_while_later_ones_come():
     users = pool._workers[0]._users
     pieces = [({"x": np.full(1000, number)}, [number]) for number in range(2 * len(users))]
 
-    results = list(pool._map(iter(pieces)))
+    results = list(pool.map(iter(pieces)))
 
     assert [set(result["x"].tolist()) for result in results] == [{i} for i in range(len(results))]
     # As many are in shared memory as there is room for, and its room is free without them.
@@ -196,7 +196,7 @@ def test_large_texts_in_both_directions_do_not_block():
     pieces = [({"x": np.array([b"%d" % i + text], dtype=object)}, [i]) for i in range(6)]
     pool = TransformPool(Transformation(batch_function=dict, text=("x",)), 1)
 
-    results = list(pool._map(iter(pieces)))
+    results = list(pool.map(iter(pieces)))
 
     assert [result["x"][0][:1] for result in results] == [b"%d" % i for i in range(6)]
     pool.close()

@@ -1,0 +1,236 @@
+"""Batches of rows of any length and type, by a collate function or by padding.
+
+Runs on ranks, in their readers' workers, on the driver for its dry run, and where a model predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from hvd_estimators.data.arrays import Array, one_array, to_array, valid_rows
+from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.data.lists import split_lists
+from hvd_estimators.data.rows import RowTable
+from hvd_estimators.data.types import is_list
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.loading.collate import Collate
+
+MASK = "_mask"
+"""Ending of the name of a padded column's mask."""
+
+_EXPECTED = "Return a tensor, a dict of tensors, or a tuple (inputs, labels) of these."
+
+
+@dataclass(frozen=True)
+class CollateFunction(Collate):
+    """Collate function of the user.
+
+    Attributes
+    ----------
+    function : callable
+        Maps a list of rows (dicts) to a batch, see ``collate_fn``.
+    """
+
+    function: Callable[[list[dict[str, Any]]], Any]
+
+    @property
+    def takes_nulls(self) -> bool:
+        """True: nulls are None."""
+        return True
+
+    def make(self, rows: RowTable) -> Any:
+        """Return the function's batch, with arrays in place of tensors."""
+        value = self.function(rows.to_rows())
+        if not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)):
+            raise DataError(f"collate_fn returned {type(value).__name__}. {_EXPECTED}")
+        return map_leaves(_as_array, value)
+
+
+@dataclass(frozen=True)
+class Padding(Collate):
+    """Arrays by column, with some columns padded to the longest row of the batch.
+
+    Attributes
+    ----------
+    values : mapping of str to number
+        Column to the number after the end of its rows.
+    masked : tuple of str
+        Columns whose masks are added, as ``<column>_mask``: true for the elements of a row.
+    inputs : InputColumns
+        The model's inputs; matrices are stacked.
+    """
+
+    values: Mapping[str, float]
+    masked: tuple[str, ...] = ()
+    inputs: InputColumns = field(default_factory=InputColumns)
+
+    def make(self, rows: RowTable) -> dict[str, Array]:
+        """Return arrays by column, rows first.
+
+        Raises
+        ------
+        DataError
+            If there is a null, or a column that is not padded has rows of several lengths.
+        ColumnError
+            If a padded column holds other values than arrays.
+        ParamError
+            If a column's type does not have the number to pad with.
+        """
+        made: dict[str, Array] = {}
+        for name in rows.table.column_names:
+            column = one_array(rows.table.column(name))
+            if valid_rows(column) is not None:
+                raise DataError(
+                    f"Column {name!r} holds nulls; fill or drop them before training, or set "
+                    "collate_fn, which takes nulls."
+                )
+            if name not in self.values:
+                made[name] = np.array(to_array(column, name))
+                continue
+            made[name], mask = _padded(column, name, self.values[name])
+            if name in self.masked:
+                made[name + MASK] = mask
+        return self.inputs.stack(made)
+
+
+def _padded(column: pa.Array, name: str, value: float) -> tuple[Array, Array]:
+    """Return rows that are padded to the longest one, and the mask of their elements."""
+    if not is_list(column.type):
+        raise ColumnError(
+            f"padding: expected arrays in the column {name!r}, found {column.type}. Leave it out "
+            "of padding, or set collate_fn."
+        )
+    offsets, elements = split_lists(column)
+    array = to_array(elements, name)
+    if array.dtype.kind not in "biuf":
+        raise ColumnError(
+            f"padding: expected arrays of numbers in the column {name!r}, found {column.type}. Set "
+            "collate_fn, which makes tensors of any values."
+        )
+    lengths = np.diff(offsets)
+    mask = np.arange(max(int(lengths.max()), 1)) < lengths[:, None]
+    padded = np.full((*mask.shape, *array.shape[1:]), value).astype(array.dtype)
+    if padded.size and not np.array_equal(padded.flat[0], value, equal_nan=True):
+        raise ParamError(
+            f"padding: the column {name!r} holds numbers of type {array.dtype}, which has no "
+            f"{value!r}. Set a number of this type, or cast the column."
+        )
+    padded[mask] = array
+    return padded, mask
+
+
+def make_collate(
+    get: Callable[[str], Any], inputs: InputColumns, weight: str | None = None
+) -> Collate | None:
+    """Return the maker of batches that the params define, or None.
+
+    Parameters
+    ----------
+    get : callable
+        Maps the name of a param to its value.
+    inputs : InputColumns
+        The model's inputs.
+    weight : str, optional
+        Column with the weight of each row.
+    """
+    if get("collate_fn") is not None:
+        return CollateFunction(weight, get("collate_fn"))
+    if get("padding") is None:
+        return None
+    masked = tuple(name for name in get("padding") if get("masks") and name in inputs.names)
+    return Padding(weight, get("padding"), masked, inputs)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a batch with a function applied to each of its tensors and arrays."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: map_leaves(function, entry) for name, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        made = [map_leaves(function, entry) for entry in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*made)
+        return made if isinstance(value, list) else tuple(made)
+    return value
+
+
+def _as_array(leaf: torch.Tensor | Array) -> torch.Tensor | Array:
+    """Return a tensor as an array, which processes share, if NumPy has its type."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    try:
+        return leaf.detach().numpy()
+    except (TypeError, RuntimeError):  # bfloat16, a sparse tensor
+        return leaf.detach()
+
+
+def as_tensor(leaf: torch.Tensor | Array) -> Any:
+    """Return an array of numbers as a tensor, and other leaves unchanged."""
+    if isinstance(leaf, torch.Tensor) or leaf.dtype.kind not in "biufc":
+        return leaf
+    return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def split_batch(
+    value: Any, features: Sequence[str], labels: Sequence[str], left_out: Sequence[str] = ()
+) -> tuple[Tensors, Tensors]:
+    """Return the inputs of a collated batch by name, and the labels that it has.
+
+    In a dict, each entry that is no label is an input: those that are named like features first,
+    in their order. Without names, inputs and labels are named by position.
+
+    Parameters
+    ----------
+    value : tensor, mapping or sequence
+        The batch: inputs, or a pair of inputs and labels.
+    features, labels : sequence of str
+        The feature and label columns.
+    left_out : sequence of str
+        Entries that are neither inputs nor labels.
+
+    Raises
+    ------
+    DataError
+        If the batch has another form.
+    """
+    found: Tensors = {}
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise DataError(
+                f"collate_fn returned a {type(value).__name__} of {len(value)}. {_EXPECTED}"
+            )
+        value, targets = value
+        found = {} if targets is None else _by_name(targets, labels, "label")
+    inputs = _by_name(value, features, "input")
+    found = {name: inputs[name] for name in labels if name in inputs} | found
+    names = [*(name for name in features if name in inputs), *inputs]
+    others = {*labels, *left_out}
+    return {name: inputs[name] for name in dict.fromkeys(names) if name not in others}, found
+
+
+def _by_name(value: Any, names: Sequence[str], role: str) -> Tensors:
+    if isinstance(value, Mapping):
+        named = dict(value)
+    else:
+        entries = value if isinstance(value, (tuple, list)) else [value]
+        known = len(entries) == len(names)
+        named = {
+            names[number] if known else f"{role}_{number}": each
+            for number, each in enumerate(entries)
+        }
+    for name, entry in named.items():
+        if not isinstance(entry, torch.Tensor):
+            raise DataError(
+                f"collate_fn returned {type(entry).__name__} as the {role} {name!r}. {_EXPECTED}"
+            )
+    return named
