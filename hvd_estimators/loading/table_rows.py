@@ -120,6 +120,8 @@ class TableRows(Rows):
     def _taken(self, positions: Any) -> pa.Table:
         piece, row = self._piece[positions], self._row[positions]
         used = np.unique(piece)
+        if not len(used):
+            return next((t for t in self._pieces.tables if t is not None), pa.table({})).slice(0, 0)
         if len(used) == 1:
             table, start, end = self._table(used[0]), row[0], row[0] + len(row)
             if np.array_equal(row, np.arange(start, end)):

@@ -92,6 +92,12 @@ def _masked(out: torch.Tensor, batch: Any) -> Any:
     return loss, (tokens != PADDING).sum()
 
 
+def masked_words(out: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of words that are padded to the longest row, and its weight."""
+    scores = out.reshape(-1, LENGTH, CLASSES)[:, : words.shape[1]].transpose(1, 2)
+    return functional.cross_entropy(scores, words, ignore_index=PADDING), (words != PADDING).sum()
+
+
 def _counted(out: torch.Tensor, batch: Any) -> Any:
     positive = batch["value"] > 0
     errors = (out - batch["value"]).square() * positive
@@ -150,6 +156,8 @@ KINDS = {
     "class and sample weights": Kind(_class_weights, "target"),
     "weighted mean": Kind(_weighted_mean, "target"),
     "masked": Kind(_masked, "tokens"),
+    "masked, of a collate_fn": Kind(_masked, "words"),
+    "masked, of padding": Kind(_masked, None),
     "counted": Kind(_counted),
     "sample weights": Kind(_sample_weights),
     "joint": Kind(_joint, None),
@@ -201,6 +209,9 @@ def write_all(folder: Path) -> dict[int, str]:
         paths[rows] = str(folder / f"{rows}-rows")
         for index, part in enumerate(np.array_split(np.arange(rows), 2)):
             columns = {name: array[part] for name, array in columns_of(rows).items()}
+            columns["words"] = np.empty(len(part), object)
+            for row, tokens in enumerate(columns["tokens"]):
+                columns["words"][row] = tokens[tokens != PADDING]
             name = f"part-{index}.parquet"
             write_columns(paths[rows], columns, row_group_size=9, name=name)
     return paths

@@ -7,6 +7,7 @@ from typing import Any
 
 import cloudpickle
 import exactness
+import numpy as np
 import pytest
 import torch
 from exactness import (
@@ -22,12 +23,14 @@ from exactness import (
     cells,
     make_net,
     make_optimizer,
+    masked_words,
     weights_of,
 )
 from fewer_ranks import ThreeShards
 from pytorch_lightning import LightningModule
 from rank_pool import StandingBackend, shared_ranks
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from hvd_estimators import Store
 from hvd_estimators.lightning import LightningEstimator
@@ -63,13 +66,37 @@ class Net(torch.nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.net, self.of_tokens = make_net(), kind == "masked"
+        self.net, self.of_tokens = make_net(), kind.startswith("masked")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *of_words: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.net(x)
         if self.of_tokens:  # CrossEntropyLoss takes the classes as second dimension.
-            out = out.reshape(-1, LENGTH, CLASSES).transpose(1, 2)
+            length = of_words[-1].shape[1] if of_words else LENGTH
+            out = out.reshape(-1, LENGTH, CLASSES)[:, :length].transpose(1, 2)
         return out
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    words = pad_sequence([torch.from_numpy(row["words"]) for row in rows], True, PADDING)
+    features = torch.from_numpy(np.stack([row["features"] for row in rows]))
+    return {"is_word": words != PADDING, "words": words, "features": features}
+
+
+def of_padded(outputs: torch.Tensor, inputs: Any) -> Any:
+    _, words, mask = inputs
+    assert torch.equal(mask, words != PADDING)
+    loss = functional.cross_entropy(outputs, words, ignore_index=PADDING)
+    return {"loss": loss, "denominator": mask.sum()}
+
+
+OF_WORDS: dict[str, dict[str, Any]] = {
+    "masked, of a collate_fn": {"collate_fn": collate},
+    "masked, of padding": {
+        "padding": {"words": PADDING},
+        "masks": True,
+        "feature_cols": ["features", "words"],
+    },
+}
 
 
 def counted(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
@@ -114,6 +141,17 @@ IN_TORCH: dict[str, dict[str, Any]] = {
     },
     "weighted mean": {"loss": torch.nn.CrossEntropyLoss(WEIGHT)},
     "masked": {"loss": torch.nn.CrossEntropyLoss(ignore_index=PADDING)},
+    "masked, of a collate_fn": {
+        "loss": torch.nn.CrossEntropyLoss(ignore_index=PADDING),
+        **OF_WORDS["masked, of a collate_fn"],
+    },
+    "masked, of padding": {
+        "loss": of_padded,
+        "loss_form": "joint",
+        "outputs": [0],
+        **OF_WORDS["masked, of padding"],
+        "column_dtypes": {"words": "int64"},
+    },
     "counted": {"loss": counted},
     "sample weights": {"loss": functional.mse_loss, "sample_weight_col": "weight"},
     "joint": {"loss": Joint("joint"), "loss_form": "joint", "outputs": [0]},
@@ -135,12 +173,13 @@ def test_torch(
 ) -> None:
     net = Net(kind)
     estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
-    model = estimator(
+    given = {
         **exactness.settings(ranks, store, kind, situation, collectives),
-        column_dtypes=KINDS[kind].dtypes,
+        "column_dtypes": KINDS[kind].dtypes,
         **IN_TORCH[kind],
-        model=net,
-        optimizer=make_optimizer(net, KINDS[kind].rate),
+    }
+    model = estimator(
+        **given, model=net, optimizer=make_optimizer(net, KINDS[kind].rate)
     ).fit_on_parquet(paths[SITUATIONS[situation].rows])
     assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
 
@@ -154,7 +193,11 @@ class Module(LightningModule):
         self.automatic_optimization = not KINDS[kind].own_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, weight = KINDS[self.kind].loss(self.net(batch["features"]), batch)
+        out = self.net(batch["features"])
+        if self.kind in OF_WORDS:
+            loss, weight = masked_words(out, batch["words"])
+        else:
+            loss, weight = KINDS[self.kind].loss(out, batch)
         found = loss if weight is None else {"loss": loss, "denominator": weight}
         if self.automatic_optimization:
             return found
@@ -170,7 +213,7 @@ class Module(LightningModule):
 
 
 # All losses with a weight take the same way: the training step returns both.
-IN_LIGHTNING = ["mean", "weighted mean", "sample weights", "joint"]
+IN_LIGHTNING = ["mean", "weighted mean", "sample weights", "joint", *OF_WORDS]
 IN_LIGHTNING += ["own step", "own step with a weighted mean"]
 
 
@@ -188,8 +231,9 @@ def test_lightning(
     ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
 ) -> None:
     estimator = LightningOfThreeShards if SITUATIONS[situation].shards == 3 else LightningEstimator
+    given = exactness.settings(ranks, store, kind, situation, collectives)
     model = estimator(
-        **exactness.settings(ranks, store, kind, situation, collectives),
+        **{**given, **OF_WORDS.get(kind, {})},
         column_dtypes=KINDS[kind].dtypes,
         model=Module(kind),
         sample_weight_col="weight" if kind == "sample weights" else None,
