@@ -1,0 +1,358 @@
+"""Text and ragged arrays through collate_fn and padding: fit, transform, save, load and predict."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as lightning
+import torch
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.linalg import Vectors
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
+from hvd_estimators.launch import LocalBackend
+from hvd_estimators.lightning import LightningEstimator, LightningModel
+from hvd_estimators.lightning import load_predictor as load_lightning
+from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
+
+pytestmark = pytest.mark.spark
+
+WORDS = {"good": 1, "bad": 2, "fair": 3, "poor": 4}
+ROWS = 60
+
+
+def tokenized(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tokenize texts, of which a null has no word, and pad them to the longest."""
+    ids = [[WORDS[word] for word in (row["text"] or "").split()] for row in rows]
+    width = max(1, *map(len, ids))
+    batch = {
+        "input_ids": torch.tensor([[*each, *[0] * (width - len(each))] for each in ids]),
+        "attention_mask": torch.tensor([[1] * len(e) + [0] * (width - len(e)) for e in ids]),
+    }
+    if "label" in rows[0]:
+        batch["label"] = torch.tensor([row["label"] for row in rows])
+    return batch
+
+
+class Classifier(torch.nn.Module):
+    """Mean of the words' embeddings, as networks of Hugging Face take their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(len(WORDS) + 1, 4)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        mask = attention_mask[..., None]
+        mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        out: torch.Tensor = self.head(mean)
+        return out
+
+
+def texts() -> list[tuple[int, str | None, int]]:
+    rng = np.random.default_rng(1)
+    made: list[tuple[int, str | None, int]] = []
+    for row in range(ROWS):
+        label = row % 2
+        words = rng.choice(["good", "fair"] if label else ["bad", "poor"], rng.integers(1, 6))
+        made.append((row, None if row == 5 else " ".join(words), label))
+    return made
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    return spark.createDataFrame(texts(), "id int, text string, label int").repartition(2).cache()
+
+
+def estimator(store: Any, **params: Any) -> TorchEstimator:
+    net = Classifier()
+    given: dict[str, Any] = {
+        "model": net,
+        "optimizer": torch.optim.Adam(net.parameters(), 0.1),
+        "loss": torch.nn.functional.cross_entropy,
+        "input_form": "keyword",
+        "feature_cols": ["text"],
+        "label_cols": ["label"],
+        "collate_fn": tokenized,
+    }
+    return TorchEstimator(
+        **{
+            **given,
+            "backend": LocalBackend(2),
+            "store": store,
+            "batch_size": 4,
+            "epochs": 3,
+            "random_seed": 3,
+            "verbose": 0,
+            **params,
+        }
+    )
+
+
+def alone(model: torch.nn.Module) -> np.ndarray:
+    """Return the outputs for all rows, one by one."""
+    rows = [tokenized([{"text": text}]) for _, text, _ in texts()]
+    with torch.no_grad():
+        return np.concatenate([model(**row).numpy() for row in rows])
+
+
+def outputs_of(frame: Any) -> np.ndarray:
+    rows = frame.orderBy("id").select("label__output").collect()
+    return np.stack([row[0].toArray() for row in rows])
+
+
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_a_text_classifier_from_fit_to_a_served_row(
+    store: Any, frame: Any, tmp_path: Path, pool: str
+) -> None:
+    made = estimator(store, validation=0.2, reader_pool_type=pool)
+    made.save(str(tmp_path / "estimator"))
+    loaded = TorchEstimator.load(str(tmp_path / "estimator"))
+    loaded.setBackend(LocalBackend(2)).setStore(store)
+    model = loaded.fit(frame)
+    assert model.getHistory()[-1]["validation"]["loss"] < 0.3
+
+    expected = alone(model.getModel())
+    transformed = model.setInferenceBatchSize(7).transform(frame)
+    np.testing.assert_allclose(outputs_of(transformed), expected, rtol=1e-5, atol=1e-6)
+    assert transformed.where("prediction = label").count() >= ROWS - 1
+
+    targets = torch.tensor([label for _, _, label in texts()])
+    loss = torch.nn.functional.cross_entropy(torch.from_numpy(expected), targets)
+    assert model.evaluate(frame).metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+    model.save(str(tmp_path / "model"))
+    again = TorchModel.load(str(tmp_path / "model"))
+    np.testing.assert_allclose(outputs_of(again.transform(frame)), expected, rtol=1e-5, atol=1e-6)
+    predictor = load_predictor(str(tmp_path / "model"))
+    for given in ([{"text": text} for _, text, _ in texts()], {"text": [t[1] for t in texts()]}):
+        found = predictor(given)
+        found = (
+            np.stack([row["label__output"] for row in found])
+            if isinstance(found, list)
+            else found["label__output"]
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    table = frame.orderBy("id").select("text").toPandas()
+    found = np.stack(predictor(table)["label__output"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    udf = model.as_udf()
+    by_udf = frame.orderBy("id").select(udf("text").label__output).collect()
+    np.testing.assert_allclose([row[0] for row in by_udf], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nulls_follow_handle_invalid(store: Any, frame: Any) -> None:
+    model = estimator(store, epochs=1).fit(frame)
+    assert model.setHandleInvalid("skip").transform(frame).count() == ROWS - 1
+    with pytest.raises(Exception, match="Column 'text' holds nulls"):
+        model.setHandleInvalid("error").transform(frame).collect()
+
+
+class Seen(torch.nn.Module):
+    """Module whose output is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def described(rows: list[dict[str, Any]]) -> torch.Tensor:
+    """Check the values and types of a row by the row's number."""
+    for row in rows:
+        number = row["number"]
+        assert row["nested"] is None if number == 3 else len(row["nested"]) == number % 3
+        for part in row["nested"] or ():
+            assert part.dtype == np.float32
+            assert part.tolist() == [float(number)]
+        assert row["words"] == {"a": number, "b": None}
+        assert row["point"] == {"x": 0.5, "names": ["p", None]}
+        assert row["vector"].tolist() == [1.0] * (1 + number % 2)
+        assert row["vector"].dtype == np.float32
+        assert row["price"] == number + 0.25
+        assert row["when"] == datetime.datetime(2026, 1, 2, 3, 4, 5)
+        assert row["bytes"] == bytes([number])
+        assert row["day"] == datetime.date(2026, 1, 2)
+    return torch.tensor([[row["number"] * 1.0] for row in rows])
+
+
+def test_all_types_reach_the_function_in_training_and_in_transform(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    rows = [
+        (
+            number,
+            None if number == 3 else [[float(number)]] * (number % 3),
+            {"a": number, "b": None},
+            (0.5, ["p", None]),
+            Vectors.dense([1.0] * (1 + number % 2)),
+            decimal.Decimal(number) + decimal.Decimal("0.25"),
+            bytearray([number]),
+        )
+        for number in range(20)
+    ]
+    schema = (
+        "number int, nested array<array<float>>, words map<string,int>, "
+        "point struct<x: double, names: array<string>>, vector vector, price decimal(9,2), "
+        "bytes binary"
+    ).replace("vector vector, ", "")
+    vectors = spark.createDataFrame([(r[0], r[4]) for r in rows], ["key", "vector"])
+    frame = spark.createDataFrame([(*r[:4], *r[5:]) for r in rows], schema)
+    frame = frame.join(vectors, F.col("key") == F.col("number")).drop("key")
+    when = F.to_utc_timestamp(F.lit("2026-01-02 03:04:05"), "UTC")
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    frame = frame.withColumns({"when": when, "day": F.to_date(F.lit("2026-01-02"))}).cache()
+    columns = [name for name in frame.columns]
+    net = Seen()
+    model = estimator(
+        store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.0),
+        loss=lambda outputs: outputs.square().mean(),
+        loss_form="joint",
+        input_form="positional",
+        feature_cols=columns,
+        label_cols=[],
+        collate_fn=described,
+        epochs=1,
+    ).fit(frame)
+    assert model.getHistory()[0]["train"]["loss"] == pytest.approx(np.mean(np.arange(20) ** 2))
+    found = model.transform(frame).select("number", "output").collect()
+    assert [row[1] for row in found] == [float(row[0]) for row in found]
+    model.save(str(tmp_path / "model"))
+    served = load_predictor(str(tmp_path / "model")).predict(
+        [
+            {**row.asDict(), "point": row["point"].asDict()}
+            for row in frame.drop("price")
+            .withColumn("price", F.col("price") if False else (F.col("number") + 0.25))
+            .collect()
+        ]
+    )
+    assert len(served) == 20
+
+
+class TokenScores(lightning.LightningModule):
+    """Scores of each token, on padded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(10, 3)
+
+    def forward(self, tokens: torch.Tensor, tokens_mask: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens) * tokens_mask[..., None]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert not batch["tokens_mask"].all() or batch["tokens"].min() > 0
+        scores = self(batch["tokens"], batch["tokens_mask"])
+        loss = torch.nn.functional.cross_entropy(
+            scores.transpose(1, 2), batch["tags"], ignore_index=-100
+        )
+        return {"loss": loss, "denominator": (batch["tags"] != -100).sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_padded_tokens_of_lightning(spark: Any, store: Any, tmp_path: Path) -> None:
+    tokens = [[1 + (row + at) % 9 for at in range(1 + row % 4)] for row in range(24)]
+    rows = [(row, t, [each % 3 for each in t]) for row, t in enumerate(tokens)]
+    frame = spark.createDataFrame(rows, "id int, tokens array<long>, tags array<long>").cache()
+    model = LightningEstimator(
+        model=TokenScores(),
+        feature_cols=["tokens"],
+        label_cols=["tags"],
+        padding={"tokens": 0, "tags": -100},
+        masks=True,
+        backend=LocalBackend(2),
+        store=store,
+        batch_size=4,
+        logger=False,
+        verbose=0,
+    ).fit(frame)
+    assert model.getOutputShapes() == [[None, 3]]
+    weights = model.getModel().embed.weight.detach().numpy()
+    model.save(str(tmp_path / "model"))
+    for made in (model, LightningModel.load(str(tmp_path / "model")).setInferenceBatchSize(5)):
+        found = made.transform(frame).orderBy("id").select("tags__output").collect()
+        for (scores,), of_row in zip(found, tokens, strict=True):
+            np.testing.assert_allclose(scores[: len(of_row)], weights[of_row], rtol=1e-6)
+    predictor = load_lightning(str(tmp_path / "model"))
+    one = predictor.predict([{"tokens": tokens[7]}])[0]["tags__output"]
+    np.testing.assert_allclose(one, weights[tokens[7]], rtol=1e-6)
+    with pytest.raises(DataError, match=r"tags: Column|label_cols: Column 'tags' is ragged"):
+        LightningEstimator(
+            model=TokenScores(),
+            feature_cols=["tokens"],
+            label_cols=["tags"],
+            padding={"tokens": 0},
+            backend=LocalBackend(2),
+            store=store,
+            verbose=0,
+        ).fit(frame)
+
+
+def test_a_grid_over_functions(store: Any, frame: Any) -> None:
+    def first_word(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        short = [{**row, "text": (row["text"] or "").split(" ")[0] or None} for row in rows]
+        return tokenized(short)
+
+    made = estimator(store, epochs=1)
+    grid = ParamGridBuilder().addGrid(made.collate_fn, [tokenized, first_word]).build()
+    found = CrossValidator(
+        estimator=made,
+        estimatorParamMaps=grid,
+        evaluator=MulticlassClassificationEvaluator(),
+        numFolds=2,
+        seed=1,
+    ).fit(frame)
+    assert len(found.avgMetrics) == 2
+    assert found.bestModel.getCollateFn() in (tokenized, first_word)
+
+
+def test_errors_name_the_way_out(spark: Any, store: Any, frame: Any) -> None:
+    ragged = spark.createDataFrame([(1, [1.0, 2.0]), (0, [1.0])], "label int, text array<double>")
+    for given, error, message in (
+        ({"collate_fn": None}, ColumnError, r"^feature_cols: .*'text' has type string.*collate_fn"),
+        ({"padding": {"text": 0}}, ParamError, "collate_fn and padding are both set"),
+        ({"collate_fn": None, "padding": {"x": 0}}, ParamError, r"^padding: 'x' is no feature"),
+        ({"masks": True}, ParamError, "^masks: found True without padding"),
+        ({"input_shapes": [[-1, 3]]}, ParamError, "^input_shapes: .*collate_fn"),
+        ({"transformation_fn": dict}, ParamError, "^collate_fn: .*transformation_fn"),
+        ({"collate_fn": lambda rows: rows[0]["no"]}, ParamError, "collate_fn failed .*KeyError"),
+        ({"collate_fn": lambda rows: 3}, DataError, "collate_fn returned int"),
+        (
+            {"collate_fn": lambda r: tokenized([{"text": ""}] * len(r))},
+            DataError,
+            "no label 'label'",
+        ),
+        ({"collate_fn": 3}, ParamError, "^collate_fn: expected a function"),
+        ({"collate_fn": None, "padding": {"text": "a"}}, ParamError, "^padding: expected a dict"),
+    ):
+        with pytest.raises(error, match=message):
+            estimator(store, **given).fit(frame)
+    with pytest.raises(DataError, match=r"ragged.* set padding=\{'text': 0\} or collate_fn"):
+        estimator(store, collate_fn=None).fit(ragged)
+    interval = frame.withColumn("text", F.expr("interval 3 days"))
+    with pytest.raises(ColumnError, match="a collate function takes no interval.*number"):
+        estimator(store).fit(interval)
+    model = estimator(store, epochs=1).fit(frame)
+
+    def needs_labels(rows: list[dict[str, Any]]) -> Any:
+        return {**tokenized(rows), "label": torch.tensor([row["label"] for row in rows])}
+
+    model.setCollateFn(needs_labels)
+    with pytest.raises(Exception, match="collate_fn failed on some rows with KeyError: 'label'"):
+        model.transform(frame).collect()
+    assert PredictionError.__name__ in "PredictionError"
