@@ -231,7 +231,7 @@ def marked(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_processes_collate_in_order_and_with_the_same_random_numbers(texts: Any) -> None:
-    folder, tokens = texts
+    folder, _ = texts
     found = []
     for workers in (1, 3):
         (module,) = open_shards(
@@ -269,7 +269,7 @@ def test_a_resumed_run_begins_with_the_batches_that_are_left(texts: Any) -> None
 
 
 def test_a_rank_with_fewer_shards_gets_batches_without_rows(texts: Any) -> None:
-    folder, tokens = texts
+    folder, _ = texts
     modules = open_shards(folder, ["id"], 3, train_batch_size=4)
     with VirtualShards(modules[1:2], 2) as rank:
         batches = list(itertools.islice(rank.train_chunks(), 6))

@@ -1,0 +1,166 @@
+"""Padding, and the inputs and labels of a collated batch."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.data.rows import GivenRows, RowTable
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.torch.collate import CollateFunction, Padding, map_leaves, split_batch
+from hvd_estimators.torch.tensors import TensorSpec, leaves, tensor_batches, with_tensors
+
+TABLE = pa.table(
+    {
+        "ids": pa.array([[1, 2], [], [3, 4, 5]], pa.list_(pa.int32())),
+        "boxes": pa.array(
+            [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]], []], pa.list_(pa.list_(pa.float32()))
+        ),
+        "x": [1.0, 2.0, 3.0],
+        "pair": [[1, 2], [3, 4], [5, 6]],
+    }
+)
+
+
+def padded(columns: list[str], **given: Any) -> dict[str, Any]:
+    made: dict[str, Any] = Padding(None, **given)(RowTable(TABLE.select(columns))).value
+    return made
+
+
+def test_columns_are_padded_to_the_longest_row_of_the_batch() -> None:
+    made = padded(["ids", "boxes", "x", "pair"], values={"ids": 9, "boxes": -1.0}, masked=("ids",))
+    assert list(made) == ["ids", "ids_mask", "boxes", "x", "pair"]
+    assert made["ids"].tolist() == [[1, 2, 9], [9, 9, 9], [3, 4, 5]]
+    assert made["ids"].dtype == np.int32
+    assert made["ids_mask"].tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert made["boxes"].tolist() == [[[1, 2], [-1, -1]], [[3, 4], [5, 6]], [[-1, -1], [-1, -1]]]
+    assert made["pair"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    first = Padding(None, {"ids": 0})(RowTable(TABLE.select(["ids"]))[:2]).value
+    assert first["ids"].tolist() == [[1, 2], [0, 0]]
+    empty = Padding(None, {"ids": 0})(RowTable(TABLE.select(["ids"]))[1:2]).value
+    assert empty["ids"].tolist() == [[0]]
+
+
+def test_matrices_are_stacked_beside_padded_columns() -> None:
+    inputs = InputColumns.of([["x", "y"], "ids"])
+    table = TABLE.select(["ids", "x"]).append_column("y", pa.array([4.0, 5.0, 6.0]))
+    made = Padding(None, {"ids": 0}, (), inputs)(RowTable(table)).value
+    assert made["features"].tolist() == [[1, 4], [2, 5], [3, 6]]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "error", "message"),
+    [
+        ([["a"], ["b", "c"]], 0, ColumnError, "^padding: expected arrays of numbers.*'c'"),
+        (["a", "b"], 0, ColumnError, "^padding: expected arrays in the column 'c', found string"),
+        ([[1], [2, None]], 0, DataError, "Column 'c' holds nulls.*collate_fn"),
+        ([[1], [2, 3]], 0.5, ParamError, r"^padding: the column 'c' .* int64, which has no 0\.5"),
+        ([[[1], [2, 3]], [[4]]], 0, DataError, "'c' is ragged"),
+    ],
+)
+def test_columns_that_cannot_be_padded(
+    column: Any, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Padding(None, {"c": value})(RowTable(pa.table({"c": column})))
+
+
+def test_a_column_that_is_not_padded_has_rows_of_one_length() -> None:
+    with pytest.raises(DataError, match=r"'ids' is ragged.*padding=\{'ids': 0\} or collate_fn"):
+        padded(["ids", "x"], values={})
+
+
+A, B, C = (torch.full((2,), float(number)) for number in range(3))
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    ("value", "inputs", "labels"),
+    [
+        (A, {"f": A}, {}),
+        ({"z": A, "f": B, "l": C}, {"f": B, "z": A}, {"l": C}),
+        ((A, B), {"f": A}, {"l": B}),
+        ([A, None], {"f": A}, {}),
+        (((A, B), {"l": C}), {"input_0": A, "input_1": B}, {"l": C}),
+        (({"p": A, "q": B}, [C]), {"p": A, "q": B}, {"l": C}),
+        (Pair(A, C), {"f": A}, {"l": C}),
+        ({"f": A, "w": B}, {"f": A}, {}),
+    ],
+)
+def test_inputs_and_labels_are_found_in_a_batch(value: Any, inputs: Any, labels: Any) -> None:
+    found = split_batch(value, ["f"], ["l"], ["w"])
+    for given, wanted in zip(found, (inputs, labels), strict=True):
+        assert list(given) == list(wanted)
+        assert all(given[name] is wanted[name] for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((A, B, C), "a tuple of 3"),
+        ({"f": "text"}, "str as the input 'f'"),
+        ((A, "text"), "str as the label 'l'"),
+    ],
+)
+def test_other_batches_are_errors(value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        split_batch(value, ["f"], ["l"])
+
+
+def test_tensors_keep_the_types_of_the_function_unless_they_are_named() -> None:
+    ids, label = torch.tensor([1, 2]), torch.tensor([0.5, 1.5], dtype=torch.float64)
+    batch = CollatedBatch(2, ({"ids": ids, "mask": ids > 1}, label), np.array([1.0, 2.0]))
+    by_function = TensorSpec(("text",), ("l",), "w", dtypes={"ids": "int32"}, keeps_dtypes=True)
+    made = by_function.batch(batch)
+    assert [tensor.dtype for tensor in made.inputs] == [torch.int32, torch.bool]
+    assert by_function.named(made.inputs).keys() == {"ids", "mask"}
+    assert made.labels[0].dtype == torch.float64
+    assert made.weights is not None
+    assert made.weights.tolist() == [1.0, 2.0]
+    assert made.rows == 2
+    padding = TensorSpec(("ids",), ("l",))
+    made = padding.batch(CollatedBatch(2, {"ids": ids, "ids_mask": ids > 1, "l": label}))
+    assert [tensor.dtype for tensor in made.inputs] == [torch.float32, torch.bool]
+    assert made.labels[0].dtype == torch.float32
+    assert padding.batch(CollatedBatch(0)).rows == 0
+
+
+def test_leaves_are_replaced_in_place() -> None:
+    value = {"a": np.arange(3), "b": (np.ones(2), ["text", torch.zeros(1, dtype=torch.bfloat16)])}
+    batch = CollatedBatch(3, value, np.ones(3))
+    found = leaves(batch)
+    assert [tuple(leaf.shape) for leaf in found] == [(3,), (2,), (1,), (3,)]
+    made = with_tensors(batch, [leaf + 1 for leaf in found])
+    assert made.value["a"].tolist() == [1, 2, 3]
+    assert made.value["b"][1][0] == "text"
+    assert made.value["b"][1][1].dtype == torch.bfloat16
+    assert made.weights.tolist() == [2.0] * 3
+    (same,) = tensor_batches([batch])
+    assert torch.equal(same.value["a"], torch.arange(3))
+    assert map_leaves(len, Pair([np.ones(2)], {"x": np.ones(3)})) == Pair([2], {"x": 3})
+
+
+def test_rows_of_a_predictor_have_the_types_of_training() -> None:
+    given = [{"x": [1, 2.5], "t": "a", "n": [[1], []]}, {"x": np.array([3]), "t": None, "n": []}]
+    rows = GivenRows(given, {"x": "float32", "n": "int64"})
+    first, second = rows.to_rows()
+    assert first["x"].dtype == second["x"].dtype == np.float32
+    assert [part.dtype for part in first["n"]] == [np.int64, np.int64]
+    assert second["t"] is None
+    assert len(rows[1:]) == 1
+    assert GivenRows([{"x": [1, 2]}], {"x": "int32"}).table.column("x").type == pa.list_(pa.int32())
+
+
+def test_gradients_and_views_do_not_leave_the_function() -> None:
+    tensor = torch.ones(2, 3, requires_grad=True)
+    collate = CollateFunction(None, lambda rows: tensor.t())
+    made = collate(RowTable(TABLE.select(["x"])))
+    assert isinstance(made.value, np.ndarray)
+    assert made.value.shape == (3, 2)
