@@ -6,6 +6,8 @@ them. Imports no PySpark and no framework.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -206,8 +208,16 @@ def _given(value: Any, dtype: str) -> Any:
         return np.array(value.toArray(), np.float32)
     if isinstance(value, bytearray):
         return bytes(value)
+    if hasattr(value, "asDict"):  # a struct of Spark
+        value = value.asDict()
+    if isinstance(value, Mapping):
+        return {key: _given(item, "object") for key, item in value.items()}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if dtype.startswith("int") else float(value)
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        return value.astimezone(datetime.UTC).replace(tzinfo=None)
     if isinstance(value, np.ndarray):
         if value.ndim < 2 and value.dtype.kind in "biuf":
             return value.copy() if dtype == "object" else value.astype(dtype)

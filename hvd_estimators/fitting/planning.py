@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.stores import store_of
@@ -146,9 +150,25 @@ def rows_of_model(settings: Settings, manifest: DatasetManifest) -> Columns:
     needed = settings.needed_columns
     columns = settings.columns_read([c for c in manifest.columns if c.name in needed])
     manifest = replace(manifest, columns=columns)
-    rows = first_rows(_data_store(settings, manifest), manifest, DRY_RUN_ROWS)
+    store = _data_store(settings, manifest)
+    if settings.collate is not None:
+        return _rows_of_groups(store, manifest)
+    rows = first_rows(store, manifest, DRY_RUN_ROWS)
     transformation = settings.transformation
     return rows if transformation is None else transformation(rows)
+
+
+def _rows_of_groups(store: Store, manifest: DatasetManifest) -> Columns:
+    """Return a few rows of several row groups, as a `RowTable`; some have other lengths."""
+    tables: list[pa.Table] = []
+    for group in manifest.train.row_groups[:DRY_RUN_ROWS]:
+        of_group = replace(manifest, train=replace(manifest.train, row_groups=(group,)))
+        rows: Any = first_rows(store, of_group, DRY_RUN_ROWS)[ROWS]
+        tables.append(rows.table if not tables else rows.table.cast(tables[0].schema))
+        if sum(map(len, tables)) >= DRY_RUN_ROWS:
+            break
+    made: Any = RowTable(pa.concat_tables(tables))
+    return {ROWS: made[:DRY_RUN_ROWS]}
 
 
 def rows_of_transform(settings: Settings, manifest: DatasetManifest) -> Columns:

@@ -150,7 +150,7 @@ def read_rows(
     if len(set(map(len, columns))) > 1:
         raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
     named = [dict(zip(inputs.columns, row, strict=True)) for row in zip(*columns, strict=True)]
-    complete = np.array([None not in map(_or_none, row.values()) for row in named], bool)
+    complete = np.array([all(v is not None for v in row.values()) for row in named], bool)
     if not (complete.all() or inference.keeps_nulls):
         raise DataError(f"The rows hold nulls; {NULL_REMEDY}")
     assert inference.collate is not None
