@@ -16,6 +16,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.rows import ROWS, GivenRows
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, BatchPredictor, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
@@ -91,14 +92,14 @@ class LightningModel(LightningModelSignatures):
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
         shapes = self.getOrDefault("output_shapes")
-        if self._collate() is not None:
-            return self._output_shapes()
         # fit() stores the output shapes of forward(), which predict_step may change.
         if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
         applied = self._plain_batch_predictor(dataset)
         document, load = self._make_predictor()
-        tried = self._try_on_zeros(dataset, applied, document, load)
+        tried = None
+        if applied.collate is None:
+            tried = self._try_on_zeros(dataset, applied, document, load)
         if tried is not None:
             return tried
         if dataset is not None and not dataset.isStreaming:
@@ -229,8 +230,12 @@ class LightningModel(LightningModelSignatures):
                 "output_shapes is not known, and no row without nulls can show it. Set "
                 "output_shapes: the shape of one row of each output."
             )
-        values = pd.Series(list(first[0]), dtype=object)
-        arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}
+        arrays: dict[str, Any]
+        if applied.collate is not None:
+            arrays = {ROWS: GivenRows([first[0].asDict()], {})}
+        else:
+            values = pd.Series(list(first[0]), dtype=object)
+            arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}
         return [tuple(output.shape[1:]) for output in applied.predict(load(document), arrays)]
 
 

@@ -294,6 +294,8 @@ class StoredColumn:
         Number of elements of a row's value; null or negative for a null. None for scalars.
     has_map : bool
         Whether values hold maps, which Spark cannot hash.
+    depth : int or None
+        Number of nested arrays around each number; None if it follows from the spec's shape.
     """
 
     spec: ColumnSpec
@@ -301,16 +303,17 @@ class StoredColumn:
     cast: str | None = None
     length: Column | None = None
     has_map: bool = False
+    depth: int | None = None
 
     def is_not_finite(self, written: str) -> Column | None:
         """Return an expression over a written column: true if a row holds NaN or infinity.
 
-        None if the type has neither.
+        None if the type has neither, or if structs and maps hold the numbers.
         """
         if not self.spec.dtype.startswith("float"):
             return None
         condition: Callable[[Column], Column] = _is_not_finite
-        for _ in self.spec.shape:
+        for _ in range(len(self.spec.shape) if self.depth is None else self.depth):
             condition = _exists(condition)
         return condition(F.col(written))
 
@@ -461,19 +464,19 @@ def feature_array(
 def _of_any_type(name: str, data_type: T.DataType) -> StoredColumn:
     if isinstance(data_type, VectorUDT):
         dense = _dense(name, F.col(quoted(name)))
-        return StoredColumn(ColumnSpec(name, "any", "float32"), dense.expressions)
+        return StoredColumn(ColumnSpec(name, "any", "float32"), dense.expressions, depth=1)
     for leaf in _leaves(data_type):
         if not isinstance(leaf, _ANY):
             raise ColumnError(
                 f"Column {name!r} has type {data_type.simpleString()}, and a collate function "
                 f"takes no {leaf.simpleString()}: {_remedy(name, leaf)}."
             )
-    leaf = _leaf(data_type)[0] if isinstance(data_type, T.ArrayType) else data_type
+    leaf, depth = _leaf(data_type) if isinstance(data_type, T.ArrayType) else (data_type, 0)
     dtype = "object"
     if isinstance(leaf, (T.NumericType, T.BooleanType)):
         dtype = _dtype(name, leaf, data_type)
     has_map = "map<" in data_type.simpleString()
-    return StoredColumn(ColumnSpec(name, "any", dtype), has_map=has_map)
+    return StoredColumn(ColumnSpec(name, "any", dtype), has_map=has_map, depth=depth)
 
 
 _ANY = (

@@ -164,3 +164,26 @@ def test_gradients_and_views_do_not_leave_the_function() -> None:
     made = collate(RowTable(TABLE.select(["x"])))
     assert isinstance(made.value, np.ndarray)
     assert made.value.shape == (3, 2)
+
+
+def test_batches_are_copied_to_a_gpu_with_all_their_tensors(monkeypatch: Any) -> None:
+    """The copies are made by a function that stands for a GPU's."""
+    copied: list[int] = []
+
+    def start(tensors: Any) -> Any:
+        copied.append(len(tensors))
+        return lambda: [tensor + 100 for tensor in tensors]
+
+    monkeypatch.setattr("hvd_estimators.torch.tensors.cuda_copies", lambda device: start)
+    batches = [
+        CollatedBatch(2, {"x": np.arange(2), "text": ["a", "b"]}, np.zeros(2)),
+        CollatedBatch(0),
+        CollatedBatch(1, (torch.ones(1), np.ones(1))),
+    ]
+    first, empty, last = tensor_batches(iter(batches), "cuda", 3)
+    assert first.value["x"].tolist() == [100, 101]
+    assert first.value["text"] == ["a", "b"]
+    assert first.weights.tolist() == [100, 100]
+    assert empty.rows == 0
+    assert [tensor.tolist() for tensor in last.value] == [[101], [101]]
+    assert copied == [2, 0, 2]
