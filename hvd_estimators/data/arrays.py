@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hvd_estimators.data.lists import split_lists
 from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
-from hvd_estimators.data.rows import RowTable, column_values
+from hvd_estimators.data.rows import RowTable, column_values, split_lists
 from hvd_estimators.data.types import (
     DENSE,
     is_bytes,

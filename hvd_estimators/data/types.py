@@ -174,7 +174,7 @@ def column_spec(
 
 
 TextColumns = bool | Mapping[str, bool | Literal["any"]]
-"""Whether all columns may be text, or the columns that may be more than numbers.
+"""True if all columns may be text, or a mapping from each column that may be more than numbers.
 
 A mapping's value specifies whether bytes count as text, or is "any" for values of any type and
 length.

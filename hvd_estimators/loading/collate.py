@@ -58,7 +58,7 @@ class Collate(abc.ABC):
 
     @property
     def takes_nulls(self) -> bool:
-        """Whether rows may hold nulls."""
+        """True if rows may hold nulls."""
         return False
 
     @abc.abstractmethod

@@ -11,10 +11,9 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.data.rows import RowTable
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
+from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, TableRows, row_bytes
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.plan import BatchSizes
-from hvd_estimators.loading.table_rows import TableRows
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Default size of the shuffle buffer."""

@@ -15,14 +15,10 @@ import torch
 
 from hvd_estimators.data.arrays import Array, one_array, to_array, valid_rows
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.lists import split_lists
-from hvd_estimators.data.rows import RowTable
+from hvd_estimators.data.rows import RowTable, split_lists
 from hvd_estimators.data.types import is_list
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading.collate import Collate
-
-MASK = "_mask"
-"""Ending of the name of a padded column's mask."""
 
 _EXPECTED = "Return a tensor, a dict of tensors, or a tuple (inputs, labels) of these."
 
@@ -95,7 +91,7 @@ class Padding(Collate):
                 continue
             made[name], mask = _padded(column, name, self.values[name])
             if name in self.masked:
-                made[name + MASK] = mask
+                made[f"{name}_mask"] = mask
         return self.inputs.stack(made)
 
 

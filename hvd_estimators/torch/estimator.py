@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.summary import as_records
-from hvd_estimators.torch.collate_params import COLLATE_PARAMS
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams

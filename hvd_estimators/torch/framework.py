@@ -18,6 +18,7 @@ from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.framework import Fittable, Framework, build, is_function
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
+from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
@@ -26,7 +27,6 @@ from hvd_estimators.torch.checks import (
     check_layers,
     check_training,
 )
-from hvd_estimators.torch.collate_params import COLLATE_PARAMS
 from hvd_estimators.torch.dry_run import (
     check_batches,
     check_embeddings,

@@ -29,10 +29,10 @@ from hvd_estimators.params import (
     param,
     shapes,
 )
+from hvd_estimators.params.model import CollateParams
 from hvd_estimators.prepare.schema import feature_array
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.collate import make_collate
-from hvd_estimators.torch.collate_params import CollateParams
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS

@@ -11,7 +11,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
-from hvd_estimators.torch.collate_params import CollateParams
+from hvd_estimators.params.model import CollateParams
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.optimizer_step import (

@@ -148,4 +148,4 @@ def test_file_names_are_consistent_between_frameworks() -> None:
 def test_few_files_are_small() -> None:
     """A file holds one concept that a newcomer would look for."""
     sizes = Counter(path.stem == "__init__" for path in FILES)
-    assert sizes[False] + sizes[True] <= 277
+    assert sizes[False] + sizes[True] <= 280
