@@ -40,6 +40,7 @@ SHARED = {
     "_loss",  # a loss in Lightning's loggers
     *("_PYTORCH", "_TENSORFLOW"),  # suffixes of Horovod's environment variables
     "_delta_log",  # Delta's folder
+    "_mask",  # the end of a mask's name
 }
 """Names with an underscore that several files of this package use or that are documented."""
 
