@@ -16,6 +16,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
+from hvd_estimators import prepare_data
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.lightning import LightningEstimator, LightningModel
@@ -155,6 +156,15 @@ def test_nulls_follow_handle_invalid(store: Any, frame: Any) -> None:
 
 WHEN = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 UTC = WHEN.replace(tzinfo=None)
+
+
+def test_prepared_data_holds_columns_of_any_type(store: Any, frame: Any) -> None:
+    with prepare_data(2, store, frame, ["label"], ["text"], allow_text={"text": "any"}) as index:
+        model = estimator(store).fit_on_parquet(dataset_idx=index)
+    whole = estimator(store).fit(frame)
+    for trained in (model, whole):
+        assert trained.getHistory()[-1]["train"]["loss"] < 0.3
+    np.testing.assert_array_equal(alone(model.getModel()), alone(whole.getModel()))
 
 
 class Seen(torch.nn.Module):
