@@ -159,7 +159,8 @@ UTC = WHEN.replace(tzinfo=None)
 
 
 def test_prepared_data_holds_columns_of_any_type(store: Any, frame: Any) -> None:
-    with prepare_data(2, store, frame, ["label"], ["text"], allow_text={"text": "any"}) as index:
+    options: dict[str, Any] = {"allow_text": {"text": "any"}, "random_seed": 3}
+    with prepare_data(2, store, frame, ["label"], ["text"], **options) as index:
         model = estimator(store).fit_on_parquet(dataset_idx=index)
     whole = estimator(store).fit(frame)
     for trained in (model, whole):
@@ -183,7 +184,7 @@ def described(rows: list[dict[str, Any]]) -> torch.Tensor:
     for row in rows:
         number = row["number"]
         assert row["nested"] is None if number == 3 else len(row["nested"]) == number % 3
-        for part in row["nested"] or ():
+        for part in () if row["nested"] is None else row["nested"]:
             assert part.dtype == np.float32
             assert part.tolist() == [float(number)]
         assert row["words"] == {"a": number, "b": None}
