@@ -16,7 +16,7 @@ from hvd_estimators.data.arrays import Array, one_array
 from hvd_estimators.data.rows import RowTable, column_values
 from hvd_estimators.exceptions import DataError
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Held during calls of the user's function. Tokenizers, for example, allow one thread at a time."""
 
 
