@@ -84,8 +84,10 @@ def expected(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_map(kind):
         return {key: expected(item, kind.item_type) for key, item in value}
     if pa.types.is_list(kind):
-        if kind.value_type in NUMBERS and None not in value:
-            return np.array(value, kind.value_type.to_pandas_dtype())
+        is_decimal = pa.types.is_decimal(kind.value_type)
+        if (is_decimal or kind.value_type in NUMBERS) and None not in value:
+            numbers = [expected(each, kind.value_type) for each in value]
+            return np.array(numbers, float if is_decimal else kind.value_type.to_pandas_dtype())
         return [expected(each, kind.value_type) for each in value]
     if pa.types.is_struct(kind):
         return {field.name: expected(value[field.name], field.type) for field in kind}
