@@ -196,6 +196,15 @@ def test_each_row_is_in_one_batch_of_an_epoch_with_its_value(
             steps = module.train_plan.steps(batch_size)
             sizes = list(module.train_plan.batch_sizes([module.cur_shard], batch_size))
             assert [batch.rows for batch in of_shard] == sizes * 2
+            if not shuffle:
+                ranges = module.train_plan.shards[module.cur_shard]
+                planned = [
+                    group * part.row_group + row
+                    for part in ranges
+                    for row in range(part.start, part.stop)
+                ]
+                read = [i for batch in of_shard if batch.rows for i in batch.value[0].tolist()]
+                assert read == planned * 2
             for step, batch in enumerate(of_shard):
                 if batch.rows:
                     ids, given_rows = batch.value
