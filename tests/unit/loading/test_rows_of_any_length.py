@@ -7,7 +7,7 @@ import decimal
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule, VirtualShards
+from hvd_estimators.loading.shuffle import stream_batches
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch.collate import CollateFunction
 
@@ -313,3 +314,24 @@ def test_a_null_weight_is_an_error() -> None:
     assert collate(rows[:1]).weights.tolist() == [1.0]
     with pytest.raises(DataError, match="Column 'w' holds nulls"):
         collate(rows)
+
+
+def test_the_shuffle_buffer_bounds_the_memory_of_tables() -> None:
+    row, part, parts = 2**16, 64, 60
+
+    def read() -> Iterator[dict[str, Any]]:
+        for number in range(parts):
+            content = [bytes([number]) * row] * part
+            yield {ROWS: RowTable(pa.table({"x": pa.array(content, pa.large_binary())}))}
+
+    before, most = pa.total_allocated_bytes(), 0
+    buffer_bytes = 4 * part * row
+    sizes = [16] * (part * parts // 16)
+    found = 0
+    for chunk in stream_batches(read(), sizes, [np.random.default_rng(0)], None, buffer_bytes):
+        most = max(most, pa.total_allocated_bytes() - before)
+        found += sum(len(batch[ROWS]) for batch in chunk.batches())
+    assert found == part * parts
+    # Less than half of a table may be unused. A chunk, its copy and a part come on top.
+    assert most < 2 * buffer_bytes + 4 * part * row
+    assert most < parts * part * row / 4
