@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -21,6 +21,7 @@ from pyspark.sql import Column
 from hvd_estimators._util.spark_session import current_session, known_session, using_session
 from hvd_estimators._util.temp_files import folder_prefix
 from hvd_estimators.data.tables import TableFiles, table_folder
+from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
@@ -160,7 +161,7 @@ def find_tables(
     where: Any,
     validation_where: Any,
     names: Sequence[str],
-    allow_text: bool | Mapping[str, bool],
+    allow_text: TextColumns,
 ) -> ParquetFiles:
     """Return the files with the chosen rows of a table.
 

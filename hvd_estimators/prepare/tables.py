@@ -21,7 +21,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.tables import TableFile, read_delta_log
-from hvd_estimators.data.types import text_options
+from hvd_estimators.data.types import TextColumns, text_options
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.prepare.schema import fields_by_name, quoted, stored_column, unused_name
 from hvd_estimators.store.base import Store
@@ -57,7 +57,7 @@ def find_table_files(
     param: str,
     where: str | Column | None,
     names: Iterable[str],
-    allow_text: bool | Mapping[str, bool],
+    allow_text: TextColumns,
     store_at: Callable[[str], Store],
 ) -> FoundFiles:
     """Return the files that hold the rows of a table. One Spark job counts the rows of each file.
@@ -171,7 +171,7 @@ def _find_in_log(
     param: str,
     where: str | Column | None,
     names: Iterable[str],
-    allow_text: bool | Mapping[str, bool],
+    allow_text: TextColumns,
     store_at: Callable[[str], Store],
 ) -> FoundFiles:
     """Return the files of a Delta table that this Spark cannot read. ``where`` chooses files."""
@@ -197,10 +197,17 @@ def _find_in_log(
 
 
 def _partition_columns(
-    fields: Iterable[T.StructField], allow_text: bool | Mapping[str, bool]
+    fields: Iterable[T.StructField], allow_text: TextColumns
 ) -> dict[str, ColumnSpec]:
-    columns = (stored_column(f, **text_options(allow_text, f.name)).spec for f in fields)
-    return {spec.name: replace(spec, kind="partition") for spec in columns}
+    columns = {}
+    for field in fields:
+        options = text_options(allow_text, field.name)
+        if options.get("allow_any"):
+            # A path states numbers and text, and not a value of any other type.
+            options = {"allow_text": True, "bytes_as_text": False}
+        spec = stored_column(field, **options).spec
+        columns[spec.name] = replace(spec, kind="partition")
+    return columns
 
 
 def _wrong_condition(

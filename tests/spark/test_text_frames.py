@@ -168,6 +168,26 @@ def test_prepared_data_holds_columns_of_any_type(store: Any, frame: Any) -> None
     np.testing.assert_array_equal(alone(model.getModel()), alone(whole.getModel()))
 
 
+def with_topic(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    for row in rows:
+        assert isinstance(row["topic"], str)
+        assert row["topic"] == f"topic {row['id'] % 3}"
+    return tokenized(rows)
+
+
+def test_a_table_with_text_in_its_paths(spark: Any, store: Any, frame: Any) -> None:
+    topic = F.concat(F.lit("topic "), F.col("id") % 3)
+    with_topics = frame.withColumn("topic", topic)
+    with_topics.write.partitionBy("topic").saveAsTable("texts_by_topic")
+    try:
+        made = estimator(store, feature_cols=["text", "topic", "id"], collate_fn=with_topic)
+        model = made.fit_on_table("texts_by_topic")
+    finally:
+        spark.sql("DROP TABLE texts_by_topic")
+    assert model.getHistory()[-1]["train"]["loss"] < 0.3
+    assert model.transform(with_topics).where("prediction = label").count() >= ROWS - 1
+
+
 class Seen(torch.nn.Module):
     """Module whose output is its input."""
 
