@@ -26,7 +26,7 @@ CONSTRAINTS := constraints/modern.txt
 endif
 SOURCES := hvd_estimators tests benchmarks deploy examples docs setup.py
 # Tests train with these. Some of their own dependencies do not fit beside the others.
-LIBRARIES := accelerate keras-hub pytorch-metric-learning pytorch-optimizer pytorch-ranger timm \
+LIBRARIES := accelerate keras-hub peft pytorch-metric-learning pytorch-optimizer pytorch-ranger timm \
 	torch-optimizer
 EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,tables,torch
 

@@ -275,6 +275,24 @@ def test_text_transformer(spark: Any, example: Any, options: Any) -> None:
     assert scores["transformer"] > 1.5 / 5
 
 
+@pytest.mark.parametrize(
+    ("task", "epochs", "least"),
+    [
+        ("classification", 4, 0.7),
+        ("tokens", 2, 0.95),
+        pytest.param("generation", 10, 0.6, marks=pytest.mark.soak),
+    ],
+)
+def test_hugging_face(
+    spark: Any, example: Any, options: Any, capsys: Any, task: str, epochs: int, least: float
+) -> None:
+    args = options("hugging_face", "--task", task, "--epochs", str(epochs))
+    assert example("hugging_face").run(spark, args) > least
+    if task == "classification":
+        shown = capsys.readouterr().out
+        assert "a moving film: good\nthe plot is dull and the music is bad: bad" in shown
+
+
 @pytest.mark.soak
 def test_large_images(spark: Any, example: Any, options: Any) -> None:
     args = options("large_images", "--images", "64", "--epochs", "2", "--learning-rate", "0.003")
