@@ -269,7 +269,7 @@ def test_prepared_data_is_usable_until_it_is_cleared(
         model = estimator.fit_on_parquet(dataset_idx=dataset_idx)
         of_fit = capsys.readouterr().err.splitlines()[0]
         with monkeypatch.context() as patch:
-            patch.setattr("hvd_estimators.estimator.dataset_bytes", fail_to_list)
+            patch.setattr("hvd_estimators.fitting.fit.dataset_bytes", fail_to_list)
             shown = StageRow("Reading", 1)
             estimator._show_prepared(shown, dataset_idx, load_manifest(store, dataset_idx))
         without_size = capsys.readouterr().err
