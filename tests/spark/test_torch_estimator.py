@@ -18,10 +18,8 @@ from variants import others_in_soak
 
 from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.fitting.progress import StageRow
 from hvd_estimators.fitting.stores import STORE_SETTING, default_store
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.prepare.datasets import load_manifest
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -270,14 +268,13 @@ def test_prepared_data_is_usable_until_it_is_cleared(
         of_fit = capsys.readouterr().err.splitlines()[0]
         with monkeypatch.context() as patch:
             patch.setattr("hvd_estimators.fitting.fit.dataset_bytes", fail_to_list)
-            shown = StageRow("Reading", 1)
-            estimator._show_prepared(shown, dataset_idx, load_manifest(store, dataset_idx))
-        without_size = capsys.readouterr().err
+            estimator.fit_on_parquet(dataset_idx=dataset_idx)
+        without_size = capsys.readouterr().err.splitlines()[0]
     assert "validation" in model.getHistory()[0]
     rows = f"{dataset.rows} training and {dataset.validation_rows} validation rows"
     size = f"{dataset.num_bytes / 1000:.1f} kB"
     assert of_fit == f"Reusing prepared data {dataset_idx}: {rows}, {size}."
-    assert without_size == f"Reusing prepared data {dataset_idx}: {rows}.\n"
+    assert without_size == f"Reusing prepared data {dataset_idx}: {rows}."
     clear_training_cache()
     assert not store.exists(store.get_train_data_path(dataset_idx))
     with pytest.raises(StoreError, match="no prepared dataset"):
