@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml import Estimator
 from pyspark.sql import Column, DataFrame
@@ -131,17 +131,12 @@ class HorovodEstimator(
         """
         if isinstance(path, Mapping):
             path, params = None, path
-        if params is not None and not isinstance(params, Mapping):
-            raise ParamError(f"params: expected a dict of params, found {params!r}.")
         if dataset_idx is not None and (path is not None or validation_path is not None):
             raise ParamError(
                 f"dataset_idx: found {dataset_idx!r} and a path. Pass the index of a dataset, or "
                 "the paths of files."
             )
-        params = {**(params or {})}
-        if validation_path is not None:
-            params[self.getParam("validation")] = True
-        estimator = self.copy(params) if params else self
+        estimator = self._with_params(params, validation_path is not None)
         with estimator._naming_as_set():
             if dataset_idx is not None:
                 return Fit(estimator).on_dataset(dataset_idx)
@@ -191,14 +186,19 @@ class HorovodEstimator(
         StoreError, ColumnError
             If a file is missing, lacks a column, or changes before training ends.
         """
-        if params is not None and not isinstance(params, Mapping):
-            raise ParamError(f"params: expected a dict of params, found {params!r}.")
-        params = {**(params or {})}
-        if validation_where is not None:
-            params[self.getParam("validation")] = True
-        estimator = self.copy(params) if params else self
+        estimator = self._with_params(params, validation_where is not None)
         with estimator._naming_as_set():
             return Fit(estimator).on_table(table, where, validation_where)
+
+    def _with_params(self, params: Mapping[Any, Any] | None, has_validation: bool) -> Self:
+        """Return this estimator, or a copy with other params for one fit."""
+        if params is not None and not isinstance(params, Mapping):
+            raise ParamError(f"params: expected a dict of params, found {params!r}.")
+        given = {
+            **(params or {}),
+            **({self.getParam("validation"): True} if has_validation else {}),
+        }
+        return self.copy(given) if given else self
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
