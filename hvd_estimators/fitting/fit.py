@@ -151,13 +151,7 @@ class Fit:
 
     def on_files(self, path: Paths | None, validation_path: Paths | None) -> HorovodModel:
         """Train on existing Parquet files, and return the model."""
-        return self._on_found(self._find_files(path, validation_path))
-
-    def on_table(self, table: Any, where: Any, validation_where: Any) -> HorovodModel:
-        """Train on the files of a table, and return the model."""
-        return self._on_found(self._find_tables(table, where, validation_where))
-
-    def _on_found(self, files: ParquetFiles) -> HorovodModel:
+        files = self._find_files(path, validation_path)
         backend, store = self.ready_backend(), self.settings.store
         is_default = files.train == (store.get_train_data_path(),)
         if is_default and not files.validation and store.exists(store.get_val_data_path()):
@@ -166,6 +160,15 @@ class Fit:
                 "example, to validate on them.",
                 store.get_val_data_path(),
             )
+        return self._on_found(files, backend)
+
+    def on_table(self, table: Any, where: Any, validation_where: Any) -> HorovodModel:
+        """Train on the files of a table, and return the model."""
+        self.check()
+        files = self._find_tables(table, where, validation_where)
+        return self._on_found(files, self._checked_backend())
+
+    def _on_found(self, files: ParquetFiles, backend: Backend) -> HorovodModel:
         doing = "Reading the footers of the Parquet files"
         in_tasks = functools.partial(spread_over_tasks, description=doing)
         with self._showing(doing) as shown, self.settings.naming_columns():
@@ -211,6 +214,10 @@ class Fit:
     def ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
         self.check()
+        return self._checked_backend()
+
+    def _checked_backend(self) -> Backend:
+        """Check what is sent, the backend and the store, and return the backend."""
         self.framework.check_sent()
         backend = as_backend(self.estimator._get_or_create_backend())
         checks.check_restarts(self.settings, backend)
@@ -270,7 +277,6 @@ class Fit:
                 f"data_module: {module.__name__} reads whole folders, which may hold files that "
                 f"are not part of the table {table!r}. Leave data_module out."
             )
-        self.check()
         with (
             self._showing(f"Listing the files of the table {table}"),
             settings.naming_columns(),
