@@ -7,7 +7,7 @@ import io
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ def of_jpegs(folder: Path, rows: int, repeats: int) -> dict[str, list[float]]:
     folder.mkdir()
     file = folder / "part-0.parquet"
     parquet.write_table(pa.table({"image": images}), file, row_group_size=max(rows // 4, 1))
-    speeds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], int]] = {
             THREAD: _ours(stack, folder, "thread", 1),
@@ -64,16 +63,27 @@ def of_jpegs(folder: Path, rows: int, repeats: int) -> dict[str, list[float]]:
             f"Petastorm, TransformSpec, {WORKERS} threads": lambda: _petastorm(file),
             LOADER: _loader(images),
         }
-        for turn in range(repeats + 1):
-            for name, contender in contenders.items():
-                found = 0
-                # Petastorm's pool occasionally ends without a row; such a time does not count.
-                while not found:
-                    started = time.perf_counter()
-                    found = contender()
-                assert found == rows, (name, found)
-                if turn:
-                    speeds.setdefault(name, []).append(rows / (time.perf_counter() - started))
+        return in_turns(contenders, rows, repeats)
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], int]], rows: int, repeats: int
+) -> dict[str, list[float]]:
+    """Let each contender read a pass of some rows, in turns; return the rows per second.
+
+    The first turn does not count.
+    """
+    speeds: dict[str, list[float]] = {}
+    for turn in range(repeats + 1):
+        for name, contender in contenders.items():
+            found = 0
+            # Petastorm's pool occasionally ends without a row; such a time does not count.
+            while not found:
+                started = time.perf_counter()
+                found = contender()
+            assert found == rows, (name, found)
+            if turn:
+                speeds.setdefault(name, []).append(rows / (time.perf_counter() - started))
     return speeds
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pyarrow import parquet
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.figures import compared, parser, show_result, show_table
+from benchmarks.loader_images import in_turns
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import JoinedSpec
 from hvd_estimators.data.rows import ROWS
@@ -118,7 +118,6 @@ def measure(file: Path, column: str, function: Function, repeats: int) -> dict[s
         collate_fn=function,
         persistent_workers=True,
     )
-    speeds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
 
         def ours(collate: Collate, pool: str) -> Callable[[], int]:
@@ -135,14 +134,7 @@ def measure(file: Path, column: str, function: Function, repeats: int) -> dict[s
         if column == "tokens":
             by_padding = Padding(None, {"tokens": 0}, ("tokens",))
             contenders["ours, padding, thread"] = ours(by_padding, "thread")
-        for turn in range(repeats + 1):
-            for name, contender in contenders.items():
-                started = time.perf_counter()
-                found = contender()
-                assert found == rows, (name, found)
-                if turn:
-                    speeds.setdefault(name, []).append(rows / (time.perf_counter() - started))
-    return speeds
+        return in_turns(contenders, rows, repeats)
 
 
 def _reader(file: Path, columns: list[str], collate: Collate, pool: str) -> ArrowDataModule:
