@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
-from hvd_estimators.data.rows import RowTable, column_values, split_lists
+from hvd_estimators.data.rows import RowTable, column_values, one_array, split_lists
 from hvd_estimators.data.types import (
     DENSE,
     is_bytes,
@@ -106,13 +106,6 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
     _reject_nulls(name, column.null_count)
     return one_array(column)
-
-
-def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array; a single chunk is not copied."""
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) -> Array:

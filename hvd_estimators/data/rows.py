@@ -68,7 +68,7 @@ class RowTable:
 
     def to_rows(self) -> list[Row]:
         """Return a dict for each row; see `column_values` for the values."""
-        columns = [column_values(_one_array(column)) for column in self.table.columns]
+        columns = [column_values(one_array(column)) for column in self.table.columns]
         names = self.table.column_names
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -78,7 +78,10 @@ def _received(content: npt.NDArray[np.uint8]) -> RowTable:
         return RowTable(reader.read_all())
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
+def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; a single chunk is not copied."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 

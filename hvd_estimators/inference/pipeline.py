@@ -9,15 +9,8 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import (
-    Array,
-    from_vectors,
-    one_array,
-    rows_of,
-    to_array,
-    to_lists,
-    to_vectors,
-)
+from hvd_estimators.data.arrays import Array, from_vectors, rows_of, to_array, to_lists, to_vectors
+from hvd_estimators.data.rows import one_array
 from hvd_estimators.data.types import is_list, is_vector, without_decimals
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.pipeline_stages import (

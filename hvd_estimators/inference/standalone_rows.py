@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array, one_array
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.rows import ROWS, GivenRows
+from hvd_estimators.data.rows import ROWS, GivenRows, one_array
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, is_scalar, to_arrays
 from hvd_estimators.inference.output_columns import OutputType, to_column

@@ -33,7 +33,8 @@ from pyspark.sql.pandas.functions import pandas_udf
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import first_imports
-from hvd_estimators.data.arrays import Array, one_array, to_vectors
+from hvd_estimators.data.arrays import Array, to_vectors
+from hvd_estimators.data.rows import one_array
 from hvd_estimators.data.types import (
     VECTOR_FIELDS,
     is_bytes,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.data.arrays import Array, one_array
-from hvd_estimators.data.rows import RowTable, column_values
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.rows import RowTable, column_values, one_array
 from hvd_estimators.exceptions import DataError
 
 _lock = threading.RLock()

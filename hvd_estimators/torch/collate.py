@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from hvd_estimators.data.arrays import Array, one_array, to_array, valid_rows
+from hvd_estimators.data.arrays import Array, to_array, valid_rows
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.rows import RowTable, split_lists
+from hvd_estimators.data.rows import RowTable, one_array, split_lists
 from hvd_estimators.data.types import is_list
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading.collate import Collate
