@@ -135,7 +135,7 @@ def _reader_options(settings: Settings, store: Store) -> ReaderOptions:
         val_reader_worker_count=settings.val_reader_num_workers,
         transform_fn=settings.transformation_fn,
         transformation=settings.transformation,
-        collate=settings.collate,
+        collate=settings.collate_of_ranks,
         storage_options=store.storage_options,
     )
 

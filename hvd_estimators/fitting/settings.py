@@ -17,7 +17,7 @@ from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.inference.classification import class_columns
-from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import DeclaredParams
@@ -171,6 +171,11 @@ class Settings:
         Override this for a framework whose models take rows of any length.
         """
         return None
+
+    @property
+    def collate_of_ranks(self) -> BoundedCollate | Collate | None:
+        """The maker of the batches that ranks train on."""
+        return self.collate
 
     @property
     def makes_values(self) -> bool:

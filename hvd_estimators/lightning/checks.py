@@ -16,6 +16,10 @@ from hvd_estimators.torch.serialization import plain_module
 from hvd_estimators.torch.shard_state import reductions_of
 
 _OF_LIGHTNING = {
+    **dict.fromkeys(
+        ("batch_size_fn", "max_batch_size"),
+        "a smaller batch_size and a larger backward_passes_per_step",
+    ),
     "gradient_clip_norm": "trainer_args={'gradient_clip_val': ...}",
     "gradient_clip_value": (
         "trainer_args={'gradient_clip_val': ..., 'gradient_clip_algorithm': 'value'}"

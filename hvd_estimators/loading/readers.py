@@ -28,7 +28,7 @@ from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool, Rows
-from hvd_estimators.loading.collate import Collate, CollatedBatch
+from hvd_estimators.loading.collate import BoundedCollate, Collate, CollatedBatch
 from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
@@ -248,7 +248,7 @@ class PlannedDataModule(ChunkedDataModule):
         Number of workers of the pool.
     transformation : Transformation, optional
         Applied to all rows. Default: ``transform_fn``, if given.
-    collate : Collate, optional
+    collate : Collate or BoundedCollate, optional
         Makes batches of rows; ``columns`` are then the column `ROWS` alone.
     shuffle_buffer_size : int, optional
         Size of the shuffle buffer in bytes. Default: 128 MiB.
@@ -280,7 +280,7 @@ class PlannedDataModule(ChunkedDataModule):
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
         transformation: Transformation | None = None,
-        collate: Collate | None = None,
+        collate: BoundedCollate | Collate | None = None,
         shuffle_buffer_size: int | None = None,
         store: Store | None = None,
         local_cache_dir: str | None = None,

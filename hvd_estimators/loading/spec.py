@@ -19,7 +19,7 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError, DependencyError, ParamError
 from hvd_estimators.loading.blocks import BufferPool
-from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.loading.plan import (
     BatchSizes,
     ShardPlan,
@@ -67,7 +67,7 @@ class ReaderOptions:
         The user's row function, for user-defined data modules.
     transformation : Transformation or None
         Transformation of rows for this package's readers; includes ``transform_fn``.
-    collate : Collate or None
+    collate : Collate, BoundedCollate or None
         Makes batches of rows in this package's readers.
     store : Store or None
         Opens the files; None for a store at the path of the training files.
@@ -89,7 +89,7 @@ class ReaderOptions:
     continuous_cols: Sequence[str] | None = None
     transform_fn: RowFunction | None = None
     transformation: Transformation | None = None
-    collate: Collate | None = None
+    collate: BoundedCollate | Collate | None = None
     store: Store | None = None
     storage_options: Mapping[str, Any] | None = None
     verbose: int = 1

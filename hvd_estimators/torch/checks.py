@@ -110,6 +110,7 @@ def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
     name = "padding" if settings.collate_fn is None else "collate_fn"
     if settings.masks and settings.padding is None:
         raise ParamError("masks: found True without padding. Set padding, or leave masks out.")
+    _check_batch_size(settings)
     if settings.collate is None:
         return
     if settings.collate_fn is not None and settings.padding is not None:
@@ -139,6 +140,38 @@ def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
             f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
             "or set data_module to 'arrow' or 'petastorm'."
         )
+
+
+def _check_batch_size(settings: TorchSettings) -> None:
+    """Check the params that bound the size of a batch."""
+    size_fn, limit = settings.batch_size_fn, settings.max_batch_size
+    if size_fn is None and limit is None:
+        return
+    for name, other in (("batch_size_fn", "max_batch_size"), ("max_batch_size", "batch_size_fn")):
+        if settings.get(name) is None:
+            raise ParamError(f"{other}: found {settings.get(other)!r} without {name}. Set both.")
+    if not callable(size_fn):
+        raise ParamError(
+            f"batch_size_fn: expected a function of a row, such as lambda row: len(row['tokens']), "
+            f"found {size_fn!r}."
+        )
+    if settings.collate is None:
+        raise ParamError(
+            "batch_size_fn: it needs collate_fn or padding; without them, all rows have the same "
+            "size. Set a smaller batch_size, and raise backward_passes_per_step."
+        )
+    if settings.train_minibatch_fn is not None:
+        raise ParamError(
+            "batch_size_fn: found a train_minibatch_fn, which steps by itself. Leave batch_size_fn "
+            "out, and split the batch in the function."
+        )
+    for name, layer in plain_module(settings.model).named_modules():
+        if type(layer).__name__ == "SyncBatchNorm":
+            raise ParamError(
+                f"batch_size_fn: the layer {name!r} is a SyncBatchNorm, whose ranks need equally "
+                "many parts. Leave batch_size_fn out, or replace the layer, for example by "
+                "LayerNorm."
+            )
 
 
 def check_layers(settings: TorchSettings, collectives: str) -> None:

@@ -57,7 +57,7 @@ class TorchFramework(Framework):
     sent = (
         *Framework.sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
-        "collate_fn",
+        *("collate_fn", "batch_size_fn"),
     )
     run_settings = (
         *Framework.run_settings,

@@ -123,6 +123,19 @@ class TorchParams(
         convert=_dtypes,
     )
 
+    batch_size_fn = param(
+        "Function that returns the size of a row (a dict, as collate_fn gets), such as lambda row: "
+        "len(row['tokens']). A batch larger than max_batch_size is computed in parts of rows of "
+        "similar size, whose gradients add up: the step is the same, and needs less memory. "
+        "Needs collate_fn or padding.",
+        type="Callable[[dict[str, Any]], float]",
+    )
+    max_batch_size = param(
+        "Largest size of a part: its number of rows times the batch_size_fn of its largest row, "
+        "as after padding. A larger row is a part by itself.",
+        convert=number(0),
+    )
+
     gradient_clip_norm = param(
         "Maximum norm of the averaged gradient of all parameters; larger gradients are scaled.",
         convert=number(0),

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.rows import ROWS
 from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
-from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.metrics import Metrics
@@ -46,6 +48,20 @@ class TorchSettings(Settings):
     def collate(self) -> Collate | None:
         """The maker of batches of rows of any length, or None."""
         return make_collate(self.get, self.inputs, self.sample_weight_col)
+
+    @cached_property
+    def collate_of_ranks(self) -> BoundedCollate | Collate | None:
+        """The maker of the batches that ranks train on, in parts if their size is bounded."""
+        if self.collate is None or self.batch_size_fn is None:
+            return self.collate
+        return BoundedCollate(self.collate, self.batch_size_fn, self.max_batch_size)
+
+    def delivered(self, columns: Columns) -> Any:
+        """Return trial rows in the form of the readers, after the rows' sizes are tried, too."""
+        if isinstance(self.collate_of_ranks, BoundedCollate):
+            rows: Any = columns[ROWS]
+            self.collate_of_ranks.sizes(rows)
+        return super().delivered(columns)
 
     @property
     def allowed_text(self) -> TextColumns:

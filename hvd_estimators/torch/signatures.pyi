@@ -39,6 +39,8 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     train_minibatch_fn: Callable[..., Any] | None
     stateful: Iterable[Any] | None
     column_dtypes: Mapping[str, str | torch.dtype] | None
+    batch_size_fn: Callable[[dict[str, Any]], float] | None
+    max_batch_size: float | None
     gradient_clip_norm: float | None
     gradient_clip_value: float | None
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
@@ -78,14 +80,16 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
     getCollateFn = getPadding = getMasks = getter
     getInputShapes = getInputForm = getLossForm = getter
     getLossConstructors = getTrainMinibatchFn = getStateful = getter
-    getColumnDtypes = getGradientClipNorm = getGradientClipValue = getter
-    getLrScheduler = getLrSchedulerInterval = getPrecision = getter
+    getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
+    getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
+    getLrSchedulerInterval = getPrecision = getter
     setLoggers = setCollectives = setClassWeight = setter
     setCollateFn = setPadding = setMasks = setter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
-    setColumnDtypes = setGradientClipNorm = setGradientClipValue = setter
-    setLrScheduler = setLrSchedulerInterval = setPrecision = setter
+    setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
+    setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
+    setLrSchedulerInterval = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     history: list[dict[str, Any]] | None

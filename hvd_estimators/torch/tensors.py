@@ -426,9 +426,12 @@ def with_tensors(batch: CollatedBatch, tensors: Sequence[torch.Tensor]) -> Colla
     def placed(leaf: Any) -> Any:
         return next(left) if isinstance(as_tensor(leaf), torch.Tensor) else leaf
 
-    return dataclasses.replace(
-        batch, value=map_leaves(placed, batch.value), weights=map_leaves(placed, batch.weights)
-    )
+    def filled(part: CollatedBatch) -> CollatedBatch:
+        value, weights = map_leaves(placed, part.value), map_leaves(placed, part.weights)
+        return dataclasses.replace(part, value=value, weights=weights)
+
+    made = tuple(map(filled, batch.passes))
+    return dataclasses.replace(batch, parts=made) if batch.parts else made[0]
 
 
 def leaves(batch: CollatedBatch) -> list[torch.Tensor]:
@@ -440,8 +443,9 @@ def leaves(batch: CollatedBatch) -> list[torch.Tensor]:
         if isinstance(tensor, torch.Tensor):
             found.append(tensor)
 
-    map_leaves(keep, batch.value)
-    map_leaves(keep, batch.weights)
+    for part in batch.passes:
+        map_leaves(keep, part.value)
+        map_leaves(keep, part.weights)
     return found
 
 

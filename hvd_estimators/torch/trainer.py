@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.torch.checkpoint import RunCheckpoints
@@ -351,30 +352,32 @@ class _Trainer:
         steps = self.spec.data.train_steps_per_epoch * batch_passes
         for first in range(done * batch_passes, steps, self.num_micro_batches):
             window = batches.next_window(min(self.num_micro_batches, steps - first))
-            totals = self.objective.totals([columns for columns, _ in window])
+            parts = list(_parts(window, first))
+            totals = self.objective.totals([columns for _, columns, _ in parts])
             losses, steps_before = [], self.averager.steps
             end = first + len(window)
             # The last batch of an epoch gets a number after which the user's function steps.
             skipped = self.num_micro_batches - len(window)
             if self.user_steps and skipped:
                 self.averager.drop_used_gradients()
-            for index, (columns, factor) in enumerate(window, start=first):
+            for number, (index, columns, factor) in enumerate(parts, start=1):
                 self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
+                is_last = number == len(parts)
                 self.averager.weights.start(
                     batch.rows,
                     factor,
                     ranks=self.size,
                     passes=self.num_micro_batches,
                     totals=totals,
-                    is_last=index + 1 == end,
+                    is_last=is_last,
                 )
-                with self.averager.averaging(accumulate=index + 1 < end):
+                with self.averager.averaging(accumulate=not is_last):
                     losses.append(self._minibatch(batch, index + skipped, metric_sums))
             if totals is not None:
                 totals()  # needed if this rank had no rows
             self.shards.enter(0)
-            is_last = end >= steps
+            ends_epoch = end >= steps
             if not self.user_steps:
                 self.step.step()
             elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
@@ -387,7 +390,7 @@ class _Trainer:
             step = self.spec.steps_done(epoch, done)
             if self.spec.terminate_on_nan:
                 self.control.check_finite(step, epoch, *not_finite(self.original_module, losses))
-            if not is_last:
+            if not ends_epoch:
                 save = functools.partial(self._save_checkpoint, done, metric_sums)
                 self.control.after_step(epoch, done, [step], save)
 
@@ -441,7 +444,8 @@ class _Trainer:
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):
-            for columns in itertools.islice(batches, steps):
+            window = zip(itertools.islice(batches, steps), itertools.repeat(1.0))
+            for _, columns, _ in _parts(window):
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
@@ -494,6 +498,24 @@ class _Trainer:
             method = getattr(callback, moment, None)
             if method is not None:
                 method(**arguments)
+
+
+def _parts(window: Iterable[tuple[Any, float]], first: int = 0) -> Iterator[tuple[int, Any, float]]:
+    """Yield the parts of some batches, each with its batch's number and its own factor.
+
+    Parameters
+    ----------
+    window : iterable of tuple
+        Batches and their factors, see `WeightedBatches`.
+    first : int
+        Number of the first batch.
+    """
+    for index, (columns, factor) in enumerate(window, start=first):
+        if isinstance(columns, CollatedBatch) and columns.parts:
+            for part in columns.parts:
+                yield index, part, factor * part.rows / columns.rows
+        else:
+            yield index, columns, factor
 
 
 def _are_rows(outputs: Sequence[Any], rows: int) -> bool:

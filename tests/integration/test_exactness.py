@@ -184,6 +184,70 @@ def test_torch(
     assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
 
 
+LIMIT = 4
+
+
+class NarrowNet(Net):
+    """The network, which takes at most `LIMIT` words at a time while it trains."""
+
+    def forward(self, x: torch.Tensor, *of_words: torch.Tensor) -> torch.Tensor:
+        rows, length = of_words[-1].shape
+        if torch.distributed.is_initialized() and rows > 1:
+            assert rows * length <= LIMIT
+        return super().forward(x, *of_words)
+
+
+@pytest.mark.parametrize(
+    ("situation", "collectives"),
+    [*((name, "torch") for name in SITUATIONS), ("2 ranks", "horovod")],
+)
+@pytest.mark.parametrize("kind", OF_WORDS)
+def test_parts_of_batches(
+    ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
+) -> None:
+    net = NarrowNet(kind)
+    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
+    given = {
+        **exactness.settings(ranks, store, kind, situation, collectives),
+        "column_dtypes": KINDS[kind].dtypes,
+        **IN_TORCH[kind],
+    }
+    model = estimator(
+        **given,
+        model=net,
+        optimizer=make_optimizer(net, KINDS[kind].rate),
+        batch_size_fn=lambda row: len(row["words"]),
+        max_batch_size=LIMIT,
+        reader_pool_type="process" if collectives == "horovod" else "thread",
+        dry_run=False,
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+
+
+def stacked(rows: list[dict[str, Any]]) -> Any:
+    columns = {name: np.stack([row[name] for row in rows]) for name in ("features", "value")}
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", ["mean", "sample weights", "counted"])
+def test_parts_with_losses_of_rows(
+    ranks: Any, paths: Any, store: Store, kind: str, situation: str
+) -> None:
+    net = Net(kind)
+    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
+    model = estimator(
+        **exactness.settings(ranks, store, kind, situation, "torch"),
+        **IN_TORCH[kind],
+        model=net,
+        optimizer=make_optimizer(net, KINDS[kind].rate),
+        collate_fn=stacked,
+        batch_size_fn=lambda row: 1 + (row["features"] > 0).sum(),
+        max_batch_size=LIMIT,
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+
+
 class Module(LightningModule):
     """Module whose training step returns a loss, or a loss and its weight."""
 

@@ -347,6 +347,8 @@ def test_a_grid_over_functions(store: Any, frame: Any) -> None:
 
 def test_errors_name_the_way_out(spark: Any, store: Any, frame: Any) -> None:
     ragged = spark.createDataFrame([(1, [1.0, 2.0]), (0, [1.0])], "label int, text array<double>")
+    bounded = {"batch_size_fn": lambda row: len(row["words"]), "max_batch_size": 9}
+    synchronized = torch.nn.Sequential(torch.nn.SyncBatchNorm(3))
     for given, error, message in (
         ({"collate_fn": None}, ColumnError, r"^feature_cols: .*'text' has type string.*collate_fn"),
         ({"padding": {"text": 0}}, ParamError, "collate_fn and padding are both set"),
@@ -361,6 +363,13 @@ def test_errors_name_the_way_out(spark: Any, store: Any, frame: Any) -> None:
             DataError,
             "no label 'label'",
         ),
+        ({"max_batch_size": 9}, ParamError, "^max_batch_size: found 9.0 without batch_size_fn"),
+        ({**bounded, "max_batch_size": None}, ParamError, "^batch_size_fn: found .*Set both"),
+        ({**bounded, "batch_size_fn": 3}, ParamError, "^batch_size_fn: expected a function"),
+        ({**bounded, "collate_fn": None}, ParamError, "^batch_size_fn: it needs collate_fn"),
+        ({**bounded, "train_minibatch_fn": print}, ParamError, "^batch_size_fn: .*steps by itself"),
+        ({**bounded, "model": synchronized}, ParamError, "^batch_size_fn: the layer '0' is a Sync"),
+        (bounded, ParamError, "^batch_size_fn failed with KeyError: 'words'"),
         ({"collate_fn": 3}, ParamError, "^collate_fn: expected a function"),
         ({"collate_fn": None, "padding": {"text": "a"}}, ParamError, "^padding: expected a dict"),
     ):

@@ -9,11 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import GivenRows, RowTable
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate import BoundedCollate, CollatedBatch
 from hvd_estimators.torch.collate import CollateFunction, Padding, map_leaves, split_batch
 from hvd_estimators.torch.tensors import TensorSpec, leaves, tensor_batches, with_tensors
 
@@ -96,9 +98,9 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 )
 def test_inputs_and_labels_are_found_in_a_batch(value: Any, inputs: Any, labels: Any) -> None:
     found = split_batch(value, ["f"], ["l"], ["w"])
-    for given, wanted in zip(found, (inputs, labels), strict=True):
-        assert list(given) == list(wanted)
-        assert all(given[name] is wanted[name] for name in wanted)
+    for parts, wanted in zip(found, (inputs, labels), strict=True):
+        assert list(parts) == list(wanted)
+        assert all(parts[name] is wanted[name] for name in wanted)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +189,60 @@ def test_batches_are_copied_to_a_gpu_with_all_their_tensors(monkeypatch: Any) ->
     assert empty.rows == 0
     assert [tensor.tolist() for tensor in last.value] == [[101], [101]]
     assert copied == [2, 0, 2]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    limit=st.integers(1, 100),
+)
+def test_parts_hold_each_row_once_and_are_bounded(sizes: list[int], limit: int) -> None:
+    table = pa.table({"id": range(len(sizes)), "words": [[1] * size for size in sizes]})
+    made = BoundedCollate(Padding(None, {"words": 0}), lambda row: len(row["words"]), float(limit))(
+        RowTable(table)
+    )
+    found: list[int] = []
+    for part in made.passes:
+        rows, length = part.value["words"].shape
+        assert rows == part.rows
+        assert rows * length <= limit or rows == 1
+        assert [sizes[row] for row in part.value["id"]] == part.value["words"].sum(axis=1).tolist()
+        found += part.value["id"].tolist()
+    assert sorted(found) == list(range(len(sizes)))
+    assert made.rows == len(sizes)
+    # As few parts as rows in the order of their sizes need.
+    assert len(made.passes) == fewest_parts(sorted(sizes), limit)
+
+
+def fewest_parts(sizes: list[int], limit: int) -> int:
+    best = [0]
+    for end in range(1, len(sizes) + 1):
+        starts = [s for s in range(end) if (end - s) * sizes[end - 1] <= limit or end - s == 1]
+        best.append(1 + min(best[start] for start in starts))
+    return best[-1]
+
+
+@pytest.mark.parametrize(
+    ("size_fn", "message"),
+    [
+        (
+            lambda row: len(row["text"]),
+            "^batch_size_fn failed with KeyError: 'text'.*dict of column",
+        ),
+        (lambda row: 0, r"^batch_size_fn: expected a positive number .* found \[0, 0, 0\]"),
+        (lambda row: [1, 2], "^batch_size_fn: expected a positive number"),
+        (lambda row: float("nan"), "^batch_size_fn: expected a positive number"),
+        (lambda row: "many", "^batch_size_fn failed with ValueError"),
+    ],
+)
+def test_sizes_that_are_no_numbers(size_fn: Any, message: str) -> None:
+    with pytest.raises(ParamError, match=message):
+        BoundedCollate(Padding(None, {"ids": 0}), size_fn, 4.0)(RowTable(TABLE.select(["ids"])))
+
+
+def test_tensors_replace_the_leaves_of_parts() -> None:
+    parts = tuple(CollatedBatch(n, {"x": np.full(n, float(n))}, np.ones(n)) for n in (1, 2))
+    batch = CollatedBatch(3, parts=parts)
+    assert [len(leaf) for leaf in leaves(batch)] == [1, 1, 2, 2]
+    (made,) = tensor_batches([batch])
+    assert [part.value["x"].tolist() for part in made.parts] == [[1.0], [2.0, 2.0]]
+    assert made.sizes == (3,)
