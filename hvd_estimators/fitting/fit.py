@@ -64,7 +64,7 @@ from hvd_estimators.loading.spec import check_shards
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data
-from hvd_estimators.prepare.datasets import column_metadata, dataset_bytes, load_manifest, pin
+from hvd_estimators.prepare.datasets import column_metadata, dataset_bytes, load_manifest
 from hvd_estimators.prepare.schema import known_columns, quoted, require_columns
 from hvd_estimators.store import RunPaths
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
@@ -190,7 +190,7 @@ class Fit:
         backend = self.ready_backend()
         store, validation = self.settings.store, self.settings.validation
         reading = self._showing(f"Reading the manifest of prepared data {dataset_idx}")
-        with pin(store, dataset_idx), reading as shown:
+        with reading as shown:
             manifest = load_manifest(store, dataset_idx)
             if validation and manifest.validation is None:
                 raise ParamError(

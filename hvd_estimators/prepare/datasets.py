@@ -1,4 +1,4 @@
-"""Prepared datasets in a store: written, shared by the fits of a grid, pinned, listed and deleted.
+"""Prepared datasets in a store: written, shared by the fits of a grid, listed and deleted.
 
 A dataset exists once its manifest exists, which is written last. Runs on the driver.
 """
@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = ".split"
 _OWNER = ".owner"
-_PIN = ".hold-"
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,9 @@ def _stored_datasets(store: Store) -> list[PreparedDataset]:
 
 def stored_indices(store: Store) -> list[str]:
     """Return the indices of all datasets in a store, including datasets of killed writers."""
-    store.fs.invalidate_cache()
     parent, name = posixpath.split(store.get_train_data_path())
     # An index is 12 hexadecimal digits, so that no other file is mistaken for a dataset.
-    endings = rf"{re.escape(_SPLIT)}|{re.escape(_OWNER)}|{re.escape(_PIN)}[0-9a-f]+"
+    endings = f"{re.escape(_SPLIT)}|{re.escape(_OWNER)}"
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     matches = map(pattern.fullmatch, store.names(parent))
     return list(dict.fromkeys(match[1] for match in matches if match))
@@ -178,160 +176,27 @@ def owner_path(store: Store, index: str) -> str:
     return store.get_train_data_path(index) + _OWNER
 
 
-def new_pin_path(store: Store, index: str) -> str:
-    """Return a path for the file by which an application pins a dataset that it reads."""
-    return store.get_train_data_path(index) + _PIN + uuid.uuid4().hex
-
-
-def _pin_paths(store: Store, index: str) -> list[str]:
-    """Return the paths of a dataset's existing pin files."""
-    store.fs.invalidate_cache()
-    parent, name = posixpath.split(store.get_train_data_path(index) + _PIN)
-    return [f"{parent}/{entry}" for entry in store.names(parent) if entry.startswith(name)]
-
-
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
     """Return all paths of a dataset, with the manifest's folder first and the lease record last."""
-    train, val = store.get_train_data_path(index), store.get_val_data_path(index)
-    if val == store.get_val_data_path() and not _validates_in(store, index, val):
-        # The store reports one path for all datasets, and the files there belong to another
-        # dataset.
-        return train, split_path(store, index), owner_path(store, index)
-    return train, val, split_path(store, index), owner_path(store, index)
+    data = store.get_train_data_path(index), store.get_val_data_path(index)
+    return *data, split_path(store, index), owner_path(store, index)
 
 
-def _validates_in(store: Store, index: str, path: str) -> bool:
-    try:
-        manifest = load_manifest(store, index)
-    except StoreError:
-        return False
-    return manifest.validation is not None and manifest.validation.path == path
+_own: dict[str, tuple[Store, weakref.ref[Heartbeat]]] = {}
+"""The datasets that this process has started to write and not deleted, by index.
+
+The block that uses a dataset holds its heartbeat. If an exception such as KeyboardInterrupt ends
+the block before it could delete the dataset, the heartbeat is garbage-collected, and the dataset is
+no longer in use.
+"""
+
+_process = os.getpid()
 
 
-class DatasetUse:
-    """One use of a dataset, until it is marked as over or garbage-collected.
-
-    An exception such as KeyboardInterrupt can occur between any two steps of the code that uses a
-    dataset, even during cleanup. A counter or a lock would then never be released.
-    """
-
-    over = False
-
-
-@dataclass(frozen=True, eq=False)
-class _OwnDataset:
-    """A dataset that this process is writing or has written."""
-
-    store: Store
-    index: str
-    heartbeat: Heartbeat
-    """Shows other processes that this application is alive."""
-
-
-class _Registry:
-    """The datasets that this process has written or uses.
-
-    Several threads may use it. It needs no lock: each change is one operation of a dict or a list.
-    """
-
-    def __init__(self) -> None:
-        self._datasets: dict[str, _OwnDataset] = {}
-        self._uses: dict[str, list[weakref.ref[DatasetUse]]] = {}
-
-    def create(self, use: DatasetUse, store: Store) -> _OwnDataset:
-        """Return a new dataset, which the caller must write."""
-        index = uuid.uuid4().hex[:12]
-        self.sweep(store)
-        _require_free_paths(store, index)
-        dataset = _OwnDataset(store, index, Heartbeat(store, owner_path(store, index)))
-        self.add_use(index, use)
-        self._datasets[index] = dataset
-        return dataset
-
-    def add_use(self, index: str, use: DatasetUse) -> None:
-        """Protect a dataset of any owner from deletion by this process."""
-        self._uses.setdefault(index, []).append(weakref.ref(use))
-
-    def sweep(self, store: Store | None = None) -> None:
-        """Delete the datasets of this process that are no longer used.
-
-        Parameters
-        ----------
-        store : Store, optional
-            Delete only datasets of this store. Default: in all stores.
-        """
-        beside = None if store is None else store.get_train_data_path()
-        # Two threads may delete a dataset at the same time.
-        for dataset in list(self._datasets.values()):
-            is_beside = beside in (None, dataset.store.get_train_data_path())
-            if self._is_used(dataset.index) or not is_beside:
-                continue
-            # In this order, an interruption leaves a dataset that is deleted later.
-            dataset.heartbeat.stop(delete=False)
-            if _delete(dataset.store, dataset.index) != "pinned":
-                self._datasets.pop(dataset.index, None)
-                self._uses.pop(dataset.index, None)
-
-    def clear(
-        self, store: Store, indices: Iterable[str], *, all_owners: bool, force: bool
-    ) -> list[str]:
-        """Delete datasets that are not in use, and return their indices.
-
-        Datasets of other processes are deleted if these processes have ended, or with
-        ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
-        """
-        self.sweep()
-        deleted = []
-        for index in indices:
-            may_delete = all_owners or _is_orphan(store, index)
-            is_used = self._is_used(index) or (not force and _is_pinned(store, index))
-            if may_delete and not is_used:
-                _delete_files(store, index)
-                deleted.append(index)
-        return deleted
-
-    def store_of(self, index: str) -> Store | None:
-        """Return the store of one of this application's datasets; None for others."""
-        dataset = self._datasets.get(index)
-        return None if dataset is None else dataset.store
-
-    def end(self) -> None:
-        """Delete all datasets of this application, except those that others have pinned."""
-        datasets, self._datasets = list(self._datasets.values()), {}
-        failed: list[object] = []
-        for dataset in datasets:
-            dataset.heartbeat.stop_soon()
-        for dataset in datasets:
-            # Unavailable storage is not tried again for each dataset: fsspec has one object for it.
-            fs = dataset.store.fs
-            if fs not in failed:
-                dataset.heartbeat.stop(delete=False)
-                if _delete(dataset.store, dataset.index) == "failed":
-                    failed.append(fs)
-
-    def _is_used(self, index: str) -> bool:
-        uses = [reference() for reference in list(self._uses.get(index, ()))]
-        return any(use is not None and not use.over for use in uses)
-
-
-def _require_free_paths(store: Store, index: str) -> None:
-    """Ensure that no files exist at the paths to which a dataset will be written.
-
-    Stores report different paths for each index, unless the user's own store reports one path for
-    all.
-    """
-    path = store.get_train_data_path(index)
-    if path != store.get_train_data_path():
-        return
-    store.delete(split_path(store, index))
-    for folder in (path, store.get_val_data_path(index)):
-        if store.exists(folder):
-            raise StoreError(
-                f"store: there are files in {folder!r}, where the rows should be written. The "
-                "store's get_train_data_path and get_val_data_path return one path for all "
-                "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
-                "let the store return other paths for each index."
-            )
+def _is_in_use(index: str) -> bool:
+    """Return whether a block of this process uses a dataset."""
+    heartbeat = _own[index][1]() if index in _own else None
+    return heartbeat is not None and heartbeat.is_beating
 
 
 def _is_orphan(store: Store, index: str) -> bool:
@@ -341,21 +206,11 @@ def _is_orphan(store: Store, index: str) -> bool:
     return record not in (None, UNREADABLE) and is_abandoned(store, path, record)
 
 
-def _is_pinned(store: Store, index: str) -> bool:
-    """Return whether an application has pinned a dataset, according to its files."""
-    return any(
-        (record := read_lease_record(store, path)) and not is_abandoned(store, path, record)
-        for path in _pin_paths(store, index)
-    )
-
-
-def _delete(store: Store, index: str) -> Literal["deleted", "pinned", "failed"]:
-    """Delete a dataset, unless another application has pinned it. Does not raise."""
+def _delete(store: Store, index: str) -> None:
+    """Delete a dataset. Does not raise."""
     try:
-        if _is_pinned(store, index):
-            logger.info("The prepared dataset %s stays: another application reads it.", index)
-            return "pinned"
         _delete_files(store, index)
+        _own.pop(index, None)
     except Exception as error:
         logger.warning(
             "The prepared dataset %s could not be deleted (%s). "
@@ -363,40 +218,36 @@ def _delete(store: Store, index: str) -> Literal["deleted", "pinned", "failed"]:
             index,
             error,
         )
-        return "failed"
-    return "deleted"
 
 
 def _delete_files(store: Store, index: str) -> None:
     # The manifest is deleted first, so that an interruption leaves no dataset that looks valid. The
     # lease record is deleted last, so that the remaining files are recognized.
-    of_dataset = dataset_paths(store, index)
-    for path in (manifest_path(store, index), *_pin_paths(store, index), *of_dataset):
+    for path in (manifest_path(store, index), *dataset_paths(store, index)):
         store.delete(path)
 
 
-def delete_orphans(store: Store) -> None:
+def _delete_orphans(store: Store) -> None:
     """Delete datasets that dead processes left behind, see `is_abandoned`."""
     try:
         for index in stored_indices(store):
-            if _is_orphan(store, index) and not _is_pinned(store, index):
+            if _is_orphan(store, index):
                 logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:
         logger.warning("Looking for data that dead processes left in %r failed: %s", store, error)
 
 
-_registry = _Registry()
-_process = os.getpid()
-
-
-def _end() -> None:
+def _delete_own() -> None:
     # A forked process must not delete its parent's data at its exit.
-    if os.getpid() == _process:
-        _registry.end()
+    for index, (store, beating) in list(_own.items()) if os.getpid() == _process else ():
+        heartbeat = beating()
+        if heartbeat is not None:
+            heartbeat.stop(delete=False)
+        _delete(store, index)
 
 
-at_exit(_end)
+at_exit(_delete_own)
 
 
 @contextlib.contextmanager
@@ -410,38 +261,24 @@ def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
     write : callable
         ``write(index)`` writes the dataset.
     """
-    use = DatasetUse()
+    index = uuid.uuid4().hex[:12]
+    for folder in (store.get_train_data_path, store.get_val_data_path):
+        if folder(index) == folder():
+            raise StoreError(
+                f"store: expected another folder for each dataset, found {folder()!r} for all. Let "
+                "get_train_data_path and get_val_data_path return a path that contains the index, "
+                "or train on existing files with fit_on_parquet()."
+            )
+    _delete_orphans(store)
+    heartbeat = Heartbeat(store, owner_path(store, index))
+    _own[index] = store, weakref.ref(heartbeat)
     try:
-        dataset = _registry.create(use, store)
-        delete_orphans(store)
-        dataset.heartbeat.start()
-        write(dataset.index)
-        yield dataset.index
+        heartbeat.start()
+        write(index)
+        yield index
     finally:
-        use.over = True
-        _registry.sweep(store)
-
-
-@contextlib.contextmanager
-def pin(store: Store, index: str) -> Iterator[None]:
-    """Protect a dataset of any owner from deletion until the block ends.
-
-    The protection applies to this process and to others, which see a file beside the dataset.
-    """
-    use = DatasetUse()
-    heartbeat: Heartbeat | None = None
-    try:
-        _registry.add_use(index, use)
-        is_own = _registry.store_of(index) is not None
-        if not is_own and store.exists(manifest_path(store, index)):
-            heartbeat = Heartbeat(store, new_pin_path(store, index))
-            heartbeat.start()
-        yield
-    finally:
-        use.over = True
-        _registry.sweep(store)
-        if heartbeat is not None:
-            heartbeat.stop()
+        heartbeat.stop(delete=False)
+        _delete(store, index)
 
 
 @dataclass
@@ -510,18 +347,17 @@ def clear_prepared_data(
     This deletes the unused datasets of this application, and the datasets of applications that have
     ended. On this machine, an application has ended if its process has. On other machines, it
     counts as ended after five minutes without a heartbeat; the interval of heartbeats is 30
-    seconds. The data of running applications is kept. So is the data on which a running application
-    trains by ``fit_on_parquet(dataset_idx=…)``, regardless of its owner.
+    seconds. The data of running applications is kept.
 
     Parameters
     ----------
     store : Store or str
         The store to which `prepare_data` wrote, or its path or URL.
     dataset_idx : str, optional
-        Delete only this dataset, regardless of its owner. It is kept if this process uses it, or if
-        a process other than its owner reads it. Default: all datasets.
+        Delete only this dataset, regardless of its owner. It is kept if this process uses it.
+        Default: all datasets.
     force : bool
-        Also delete the data that other running applications wrote or read.
+        Also delete the data that other running applications wrote.
 
     Returns
     -------
@@ -529,10 +365,15 @@ def clear_prepared_data(
         The deleted datasets; data that a killed writer left behind has 0 rows.
     """
     store = as_store(store)
-    datasets = {d.index: d for d in _stored_datasets(store) if dataset_idx in (None, d.index)}
-    all_owners = force or dataset_idx is not None
-    deleted = _registry.clear(store, datasets, all_owners=all_owners, force=force)
-    return [datasets[index] for index in deleted]
+    clear_training_cache()
+    deleted = []
+    for dataset in _stored_datasets(store):
+        may_delete = force or dataset_idx is not None or _is_orphan(store, dataset.index)
+        is_chosen = dataset_idx in (None, dataset.index)
+        if is_chosen and may_delete and not _is_in_use(dataset.index):
+            _delete_files(store, dataset.index)
+            deleted.append(dataset)
+    return deleted
 
 
 def clear_training_cache() -> None:
@@ -541,7 +382,9 @@ def clear_training_cache() -> None:
     `prepare_data` and ``fit`` delete their datasets themselves, so that this is rarely necessary.
     ``horovod.spark.common.util`` has the same name. Runs on the driver.
     """
-    _registry.sweep()
+    for index, (store, _) in list(_own.items()):
+        if not _is_in_use(index):
+            _delete(store, index)
 
 
 def get_dataset_properties(
@@ -571,13 +414,13 @@ def get_dataset_properties(
     StoreError
         If the dataset does not exist.
     """
-    found = _registry.store_of(dataset_idx) if store is None else as_store(store)
-    if found is None:
+    if store is None and dataset_idx not in _own:
         raise StoreError(
             f"dataset_idx: this application has not prepared a dataset {dataset_idx!r}, or has "
             "deleted it. Call get_dataset_properties inside the 'with prepare_data(...)' block, or "
             "pass the store that another application wrote to."
         )
+    found = _own[dataset_idx][0] if store is None else as_store(store)
     manifest = load_manifest(found, dataset_idx)
     files = {group.file for group in manifest.train.row_groups}
     num_bytes = sum(int(found.fs.size(file)) for file in files)

@@ -289,7 +289,8 @@ class Heartbeat:
         """
         if os.getpid() != self._record.owner.pid:
             return
-        self.stop_soon()
+        self._ending.set()
+        _alive.pop(self.token, None)
         # An interrupt leaves no lock, unlike one while a lock is taken.
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(seconds)
@@ -299,10 +300,10 @@ class Heartbeat:
             except OSError as error:
                 logger.warning("The file %r could not be deleted (%s).", self.path, error)
 
-    def stop_soon(self) -> None:
-        """Stop renewing without waiting. A heartbeat may still be in progress."""
-        self._ending.set()
-        _alive.pop(self.token, None)
+    @property
+    def is_beating(self) -> bool:
+        """True from the start to the end."""
+        return self.token in _alive
 
     def beat(self) -> None:
         """Rewrite the file, unless another process owns it by now; see `lost`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -19,10 +18,9 @@ from hvd_estimators.prepare.datasets import (
     acquire,
     load_manifest,
     manifest_path,
-    new_pin_path,
     owner_path,
-    pin,
 )
+from hvd_estimators.store import LocalStore
 from hvd_estimators.store.leases import STALE_SECONDS, LeaseRecord
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
@@ -74,13 +72,18 @@ def test_clearing_keeps_datasets_in_use(store):
         assert [dataset.index for dataset in list_prepared_data(store)] == [in_use]
 
 
-def test_a_pinned_dataset_outlives_the_block_of_its_writer(store):
-    with contextlib.ExitStack() as stack:
-        with acquire(store, Writer(store)) as index:
-            stack.enter_context(pin(store, index))
+class OneFolder(LocalStore):
+    """Store that has one folder for all datasets, as a user may write it."""
+
+    def get_val_data_path(self, idx=None):
+        return super().get_val_data_path()
+
+
+def test_a_store_with_one_folder_for_all_datasets_is_an_error(tmp_path):
+    store = OneFolder(str(tmp_path))
+    message = "expected another folder .*intermediate_val_data' for all.* contains the index"
+    with pytest.raises(StoreError, match=message):
         use(store, Writer(store))
-        assert clear_prepared_data(store, index) == []
-        assert store.exists(manifest_path(store, index))
     assert folders(store) == []
 
 
@@ -126,9 +129,8 @@ def make_foreign(store, path, seconds):
 def test_datasets_of_another_machine_expire_without_heartbeats(store, by):
     left = "0123456789ab"
     Writer(store)(left)
-    owner, holder = owner_path(store, left), new_pin_path(store, left)
-    for path in (owner, holder):
-        store.write_text(path, LeaseRecord(this_process(), token="t").to_json())
+    owner = owner_path(store, left)
+    store.write_text(owner, LeaseRecord(this_process(), token="t").to_json())
 
     def cleared():
         if by == "clearing":
@@ -138,14 +140,8 @@ def test_datasets_of_another_machine_expire_without_heartbeats(store, by):
         return left not in [d.index for d in list_prepared_data(store)]
 
     # A minute of silence is a pause.
-    for owners_silence, readers_silence, gone in (
-        (60, 60, False),
-        (STALE_SECONDS + 1, 60, False),
-        (60, STALE_SECONDS + 1, False),
-        (STALE_SECONDS + 1, STALE_SECONDS + 1, True),
-    ):
-        make_foreign(store, owner, owners_silence)
-        make_foreign(store, holder, readers_silence)
+    for silence, gone in ((60, False), (STALE_SECONDS + 1, True)):
+        make_foreign(store, owner, silence)
         assert cleared() is gone
     clear_prepared_data(store)
     assert folders(store) == []

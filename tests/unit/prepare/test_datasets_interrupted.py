@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prepared_sets import Writer, folders, in_threads, use
 
-from hvd_estimators import Store, clear_prepared_data
+from hvd_estimators import Store, clear_prepared_data, clear_training_cache
 from hvd_estimators.prepare import datasets
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
@@ -66,10 +66,10 @@ def test_kept_interrupts_do_not_block_the_next_fit(tmp_path, monkeypatch):
     """Notebooks keep the last exception, and with it all frames."""
     kept, used = [], []
     for n in itertools.count(1):
-        # Kept frames hold a store and registry, which would add lines to each later search.
-        used.append((Store.create(str(tmp_path / str(n))), datasets._Registry()))
-        store, registry = used[-1]
-        monkeypatch.setattr(datasets, "_registry", registry)
+        # A dataset that a kept frame uses would add lines to each later search.
+        store = Store.create(str(tmp_path / str(n)))
+        monkeypatch.setattr(datasets, "_own", {})
+        used.append((store, datasets._own))
         interrupt = Interrupt(n)
         try:
             sys.settrace(interrupt)
@@ -82,6 +82,7 @@ def test_kept_interrupts_do_not_block_the_next_fit(tmp_path, monkeypatch):
             break
         assert acquired(store)
     kept.clear()
-    for store, registry in used:
-        registry.sweep()
+    for store, own in used:
+        monkeypatch.setattr(datasets, "_own", own)
+        clear_training_cache()
         assert folders(store) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from prepared_sets import Writer, folders, names, use
 
-from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepared_data
+from hvd_estimators import clear_prepared_data, list_prepared_data
 from hvd_estimators.prepare.datasets import acquire, dataset_paths, load_manifest
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
@@ -21,16 +20,10 @@ pytestmark = pytest.mark.usefixtures("cleared_cache")
 PROGRAM = """
     import sys, time
     from hvd_estimators import Store
-    from hvd_estimators.prepare.datasets import acquire, dataset_paths, pin
+    from hvd_estimators.prepare.datasets import acquire, dataset_paths
     from tests.helpers.prepared_sets import Writer
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
-    if len(what) == len("0123456789ab"):
-        with pin(store, what):
-            print("holding", flush=True)
-            sys.stdin.readline()
-        sys.exit()
-
     def killed(index):
         for path in dataset_paths(store, index)[:-1]:
             store.fs.makedirs(path)
@@ -101,66 +94,6 @@ def test_partly_written_datasets_are_not_listed_but_cleared(store):
     assert list_prepared_data(store) == []
     (left,) = clear_prepared_data(store)
     assert (left.rows, left.columns, left.num_bytes) == (0, (), 3 * len("half"))
-    assert folders(store) == []
-
-
-def hold_elsewhere(store, index):
-    process = start(store, index)
-    assert process.stdout.readline() == "holding\n"
-    return process
-
-
-def test_datasets_stay_while_another_application_reads_them(store):
-    write = Writer(store)
-    with acquire(store, write) as index:
-        reader = hold_elsewhere(store, index)
-    assert clear_prepared_data(store) == []
-    assert clear_prepared_data(store, index) == []
-    use(store, write)
-    clear_training_cache()
-    assert [d.index for d in list_prepared_data(store)] == [index]
-    # A paused process still reads.
-    reader.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
-    assert clear_prepared_data(store) == []
-    reader.send_signal(signal.SIGCONT)
-    reader.communicate("\n")
-    assert folders(store) == names(index)
-    clear_training_cache()
-    assert folders(store) == []
-
-
-def test_killed_readers_hold_no_dataset(store):
-    with acquire(store, Writer(store)) as index:
-        reader = hold_elsewhere(store, index)
-        reader.kill()
-        reader.communicate()
-        assert len(folders(store)) == len(names(index)) + 1
-    assert folders(store) == []
-
-
-def test_force_clears_datasets_that_others_read(store):
-    with acquire(store, Writer(store)) as index:
-        reader = hold_elsewhere(store, index)
-    with reader:
-        assert [d.index for d in clear_prepared_data(store, force=True)] == [index]
-        reader.communicate("\n")
-    assert folders(store) == []
-
-
-def test_datasets_that_others_read_outlive_their_writer(store):
-    writer = start(store, "kept")
-    index = writer.stdout.readline().strip()
-    reader = hold_elsewhere(store, index)
-    writer.communicate("\n")
-    assert writer.returncode == 0
-    assert [d.index for d in list_prepared_data(store)] == [index]
-    use(store, Writer(store))
-    assert index in [d.index for d in list_prepared_data(store)]
-    reader.communicate("\n")
-    use(store, Writer(store))
-    assert index not in [d.index for d in list_prepared_data(store)]
-    clear_prepared_data(store)
     assert folders(store) == []
 
 
