@@ -63,7 +63,7 @@ class Process:
     def kill(self) -> None:
         """End the process before its pending request."""
         self.is_killed = True
-        self.lease.stop_soon()
+        self.lease.stop(delete=False)
         while not self.is_over:
             self.step()
 
@@ -78,7 +78,7 @@ class Process:
         except BaseException as error:
             self._error = error
         self.is_over = True
-        self.lease.stop_soon()
+        self.lease.stop(delete=False)
         self._waits.release()
 
     def _request(self) -> None:
