@@ -20,7 +20,7 @@ from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.registry import scheme_of
-from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, kind_of_text, text_of
+from hvd_estimators.store.storage_errors import Kind, kind_of, kind_of_text, text_of, typed_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -151,17 +151,9 @@ def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
             f"store: Spark cannot write to {url!r}, since a package of its connector is missing "
             f"({message}). {remedy}"
         )
-    kind = kind_of(error)
-    settings = connector.settings if connector else ""
-    remedy = f"{REMEDIES.get(kind, '')} {settings}".strip()
-    return kind.error_class(
-        f"store: Spark cannot write to {url!r}{_named(kind)} ({message}). "
-        f"{remedy or 'Set what its connector needs for it.'}"
-    )
-
-
-def _named(kind: Kind) -> str:
-    return f": {kind.value}" if kind in REMEDIES else ""
+    settings = connector.settings if connector else "Set what its connector needs for it."
+    typed = typed_error(kind_of(error), f"store: Spark cannot write to {url!r}", message)
+    return type(typed)(f"{typed} {settings}")
 
 
 @contextlib.contextmanager
@@ -189,12 +181,9 @@ def storage_errors(store: Store, url: str) -> Iterator[None]:
         message = redacted(found[1].replace("\n", " ")[:_MESSAGE_CHARS], store.secrets)
         connector = CONNECTORS.get(scheme_of(url))
         settings = f" {connector.settings}" if connector else ""
-        kind = kind_of_text(found[1])
-        remedy = REMEDIES.get(
-            kind,
-            "Check that there is enough space, and that credentials are valid until the end.",
-        )
-        raise kind.error_class(
-            f"store: Spark failed while it wrote training data to {url!r}{_named(kind)} "
-            f"({message}). {remedy} If the rows come from other storage, check it, too.{settings}"
+        what = f"store: Spark failed while it wrote training data to {url!r}"
+        remedy = "Check that there is enough space, and that credentials are valid until the end."
+        typed = typed_error(kind_of_text(found[1]) or Kind.OTHER, what, message, remedy)
+        raise type(typed)(
+            f"{typed} If the rows come from other storage, check it, too.{settings}"
         ) from error

@@ -245,7 +245,7 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         except DamagedCheckpoint:
             raise
         except OSError as error:
-            if kind_of(error) is Kind.SPACE:  # of the local copy
+            if kind_of(error) is Kind.FULL:  # of the local copy
                 with naming_full_disk():
                     raise
             if not is_missing(error):

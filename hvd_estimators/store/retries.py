@@ -14,11 +14,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import redacted
-from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of
+from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of, typed_error
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     """Call a function, and retry it while its errors are transient.
 
     Refused, reset or timed-out connections, server errors and throttling are transient; see
-    `kind_of`. So is the safe mode of a name node that starts. A retry does not help if files,
-    credentials, permissions or space are missing.
+    `kind_of`. So is the safe mode of a name node that starts. A retry does not help if files, credentials,
+    permissions or space are missing.
 
     The delays between calls grow and are partly random, so that many ranks do not retry at the same
     time. A warning is logged if the function still fails after more than a second.
@@ -70,9 +70,9 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     StoreUnavailableError
         If the function keeps failing for `RETRY_SECONDS`.
     StoreError
-        If credentials, permissions or space are missing, if the host is unknown, or if a name node
-        is kept in safe mode. Also in place of any other error whose text contains a secret. A
-        missing file is always a FileNotFoundError. All other errors are raised unchanged.
+        If credentials, permissions or space are missing. Also in place of other errors of a client
+        and of any error whose text contains a secret. A missing file is always a FileNotFoundError.
+        All other errors are raised unchanged.
     """
     wait, failed_at, warned = _FIRST_WAIT, None, False
     while True:
@@ -81,13 +81,12 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
         except HvdEstimatorsError:
             raise
         except Exception as error:
-            kind = kind_of(error)
-            if not kind.is_transient:
-                _raise_typed(error, kind, description, secrets)
             now = time.monotonic()
             failed_at = now if failed_at is None else failed_at
-            if now - failed_at >= RETRY_SECONDS:
-                _raise_typed(error, kind, description, secrets, tried_for=now - failed_at)
+            is_transient = kind_of(error) is Kind.TRANSIENT
+            if not is_transient or now - failed_at >= RETRY_SECONDS:
+                tries = f", tried again for {now - failed_at:.0f} seconds" if is_transient else ""
+                _raise_typed(error, description, secrets, tries)
             if not warned and now - failed_at >= _WARN_AFTER:
                 warned = True
                 logger.warning(
@@ -116,10 +115,9 @@ def typed_errors(description: str) -> Iterator[None]:
     except HvdEstimatorsError:
         raise
     except OSError as error:
-        kind = kind_of(error)
-        if kind not in (Kind.PERMISSION, Kind.SPACE):
+        if kind_of(error) not in (Kind.FORBIDDEN, Kind.FULL):
             raise
-        _raise_typed(error, kind, description, secrets=())
+        _raise_typed(error, description)
 
 
 def at_exit(function: Callable[[], None]) -> None:
@@ -144,26 +142,18 @@ def at_exit(function: Callable[[], None]) -> None:
 
 
 def _raise_typed(
-    error: Exception,
-    kind: Kind,
-    description: str,
-    secrets: Collection[str],
-    tried_for: float | None = None,
-) -> NoReturn:
-    text = _text(error)
+    error: Exception, description: str, secrets: Collection[str] = (), tries: str = ""
+) -> None:
+    kind, text = kind_of(error), _text(error)
     shown = redacted(text, secrets)
-    if kind is Kind.MISSING or kind is Kind.OTHER:
-        if shown == text:
-            raise error
-        if kind is Kind.MISSING:
-            raise FileNotFoundError(shown) from None
-        raise StoreError(f"The store failed at {description}: {shown}.") from None
-    tries = "" if tried_for is None else f", tried again for {tried_for:.0f} seconds"
-    typed = kind.error_class(
-        f"The store failed at {description}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
-    )
     # A traceback also prints the text of the cause.
-    raise typed from (error if shown == text else None)
+    cause = error if shown == text else None
+    is_known = isinstance(error, OSError) or type(error).__module__ == "builtins"
+    if kind not in REMEDIES and cause is not None and is_known:
+        raise error
+    if kind is Kind.MISSING:
+        raise FileNotFoundError(shown) from cause
+    raise typed_error(kind, f"The store failed at {description}", shown + tries) from cause
 
 
 def _text(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from hvd_estimators.store import retries
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-SAFE_MODE = r"(?s)is in safe mode, which does not end by itself \(.*turned on manually.*-safemode"
+SAFE_MODE = r"(?s)access is denied.* safe mode.*turned on manually.*-safemode"
 NAMES = r"(?s)quota is used up \(.*NSQuotaExceededException.*quota=\d+ file count=\d+.*raise the"
 SPACE = r"(?s)quota is used up \(.*DSQuotaExceededException.*quota = \d+ B .*consumed = \d+ B"
 
@@ -129,9 +129,9 @@ def test_a_name_node_without_data_nodes_stays_in_safe_mode(
         hdfs_of_two.kill_datanode(number=number)
     with restarted_namenode_without_waiting(hdfs_of_two):
         monkeypatch.setattr(retries, "RETRY_SECONDS", 5)
-        with pytest.raises(StoreUnavailableError, match=r"(?s)started a short.*needs additional"):
+        with pytest.raises(StoreUnavailableError, match=r"(?s)does not answer.*needs additional"):
             store.write_text(f"{store.prefix_path}/file", "text")
-        with pytest.raises(StoreUnavailableError, match=r"(?s)started a short.*dfsadmin -report"):
+        with pytest.raises(StoreUnavailableError, match=r"(?s)does not answer.*dfsadmin -report"):
             newest(store)
         monkeypatch.setattr(retries, "RETRY_SECONDS", 60)
         for number in range(2):

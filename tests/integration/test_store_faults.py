@@ -211,7 +211,7 @@ def save_elsewhere(store: Any, settings: dict[str, Any], prefix: Sequence[str] =
     )
     assert done.returncode == 1, done.stderr
     assert "StoreError" in done.stderr
-    assert "permission is denied" in done.stderr
+    assert "access is denied" in done.stderr
     return done.stderr
 
 

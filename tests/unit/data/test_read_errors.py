@@ -29,7 +29,7 @@ CASES = {
     "timeout": (system_error(errno.ETIMEDOUT), StoreUnavailableError, "timed out"),
     "disk": (system_error(errno.EIO), StoreError, "see whether the disk"),
     "open files": (system_error(errno.EMFILE), StoreError, "limits of that machine"),
-    "permission": (system_error(errno.EACCES), StoreError, "permission is denied"),
+    "permission": (system_error(errno.EACCES), StoreError, "access is denied"),
     "Ctrl-C in PyArrow": (pa.ArrowCancelled("stop", signum=2), pa.ArrowCancelled, "stop"),
     "Ctrl-C": (KeyboardInterrupt(), KeyboardInterrupt, None),
     "exit": (SystemExit(3), SystemExit, "3"),

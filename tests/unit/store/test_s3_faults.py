@@ -60,8 +60,8 @@ def test_failed_uploads_keep_the_existing_object(
     monkeypatch.setattr(retries, "RETRY_SECONDS", 0)
     for kind, message in (
         ("cut", f"failed at writing '{path}'.*does not answer"),
-        ("AccessDenied", "permission is denied.*other credentials or other paths"),
-        ("ExpiredToken", "credentials are missing, wrong or expired.*storage_options"),
+        ("AccessDenied", "access is denied.*storage_options"),
+        ("ExpiredToken", "access is denied.*Expired.*storage_options"),
     ):
         fault = proxy.fault(kind, matches=lambda method, _: method == "PUT", times=None)
         with pytest.raises(StoreError, match=message) as raised:
