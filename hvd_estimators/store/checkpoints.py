@@ -8,11 +8,11 @@ on the driver and on ranks.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from hvd_estimators._util.documents import check_types, parse_object, strict_number
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
+from hvd_estimators.store.files import CHUNK_BYTES, Files, digest_of, is_missing
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 from hvd_estimators.store.storage_errors import Kind, kind_of, naming_full_disk
 
@@ -228,20 +228,18 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
     StoreError
         If the disk of the local copy is full.
     """
-    is_local = store.local_path(info.path) is not None
     with contextlib.ExitStack() as stack:
         try:
-            source = stack.enter_context(store.open(info.path))
-            if is_local:
-                _check_size(info, source.seek(0, os.SEEK_END))
-                source.seek(0)
-            copy = None if is_local else stack.enter_context(tempfile.TemporaryFile())
-            digest, size = hashlib.sha256(), 0
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
-                if copy is not None:
-                    copy.write(chunk)
+            file = stack.enter_context(store.open(info.path))
+            if store.local_path(info.path) is None:
+                copy = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(file, copy, CHUNK_BYTES)
+                file = copy
+            size = file.seek(0, os.SEEK_END)
+            if size != info.size:
+                raise DamagedCheckpoint(f"it has {size} bytes, and was written with {info.size}")
+            if digest_of(file) != info.sha256:
+                raise DamagedCheckpoint("its content has changed")
         except DamagedCheckpoint:
             raise
         except OSError as error:
@@ -251,11 +249,6 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
             if not is_missing(error):
                 raise UnreadableCheckpoint(f"{error}") from error
             raise DamagedCheckpoint("there is no such file") from error
-        _check_size(info, size)
-        if digest.hexdigest() != info.sha256:
-            raise DamagedCheckpoint("its content has changed")
-        file: IO[bytes] = source if copy is None else copy
-        file.seek(0)
         yield file
 
 
@@ -315,8 +308,3 @@ def _manifests(
             yield path, DamagedCheckpoint(f"its manifest is one of {info.position}")
         elif info is not None:
             yield path, info
-
-
-def _check_size(info: CheckpointInfo, size: int) -> None:
-    if size != info.size:
-        raise DamagedCheckpoint(f"it has {size} bytes, and was written with {info.size}")

@@ -140,7 +140,7 @@ class Files(ABC):
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading. Each returned file has its own position.
 
-        Several threads may call this method.
+        Several threads may call this method. Reads of remote files are requests with retries.
 
         Raises
         ------
@@ -149,6 +149,9 @@ class Files(ABC):
         StoreError
             If the file cannot be read.
         """
+        if self.local_path(path) is None:
+            raw: Any = RemoteFile(self, path)
+            return io.BufferedReader(raw, CHUNK_BYTES)
         file: IO[bytes] = self._retried(lambda: self.fs.open(path, "rb"), f"reading {path!r}")
         return file
 
@@ -489,28 +492,69 @@ def _read_fully(file: int, start: int, size: int) -> bytes:
     return content
 
 
-class HashingWriter(io.RawIOBase):
-    """File wrapper that computes the SHA-256 digest of the written bytes."""
+class RemoteFile(io.RawIOBase):
+    """File of a store that is read by a request for each part.
 
-    def __init__(self, file: Any) -> None:
+    Parameters
+    ----------
+    store : Files
+        The store.
+    path : str
+        The file.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file does not exist.
+    StoreError
+        If the file cannot be read, or if it has become shorter since it was opened.
+    """
+
+    def __init__(self, store: Files, path: str) -> None:
         super().__init__()
-        self._file = file
-        self._digest = hashlib.sha256()
+        self._store = store
+        self._path = path
+        self._size = store.size(path)
+        self._position = 0
 
-    @property
-    def digest(self) -> str:
-        """The SHA-256 digest of the bytes written so far."""
-        return self._digest.hexdigest()
-
-    def writable(self) -> bool:
+    def readable(self) -> bool:
         """Return True."""
         return True
 
-    def write(self, data: Any) -> int:
-        """Write all bytes of ``data``."""
-        self._digest.update(data)
-        written: int = self._file.write(data)
-        return written
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position and return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes and return their number, which is less at the end."""
+        view = memoryview(buffer).cast("B")
+        count = max(min(len(view), self._size - self._position), 0)
+        if not count:
+            return 0
+        end = self._position + count
+        (content,) = self._store.read_ranges(self._path, [(self._position, end)])
+        if len(content) < count:
+            raise StoreError(
+                f"The store failed at reading {self._path!r}: it has become another file "
+                f"meanwhile, of less than {self._size} bytes."
+            )
+        view[:count] = content
+        self._position = end
+        return count
+
+
+def digest_of(file: IO[bytes]) -> str:
+    """Return the SHA-256 digest of an open file's content, and go to the file's beginning."""
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    file.seek(0)
+    return digest
 
 
 def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = None) -> str:
@@ -523,7 +567,7 @@ def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = N
     path : str
         The file.
     target : file
-        Open for writing. No other process may be able to change it.
+        Open for writing and reading, at its end. No other process may be able to change it.
     digest : str, optional
         Expected SHA-256 digest of the file.
 
@@ -533,27 +577,27 @@ def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = N
         If the file does not exist, if its digest differs from ``digest``, or if the disk of the
         private file is full.
     """
-    writer, size = HashingWriter(target), 0
     try:
         with store.open(path) as source:
             while chunk := source.read(CHUNK_BYTES):
                 with naming_full_disk():
-                    size += writer.write(chunk)
+                    target.write(chunk)
     except StoreError:
         raise
     except OSError as error:
         raise StoreError(f"The store holds no file {path!r} ({error}).") from error
-    if digest is not None and writer.digest != digest:
+    found = digest_of(target)
+    if digest is not None and found != digest:
         raise StoreError(
-            f"{path!r} holds something else than what was written there ({size} bytes). Set a "
-            "store that all machines see alike, and that no other program changes."
+            f"{path!r} holds something else than what was written there. Set a store that all "
+            "machines see alike, and that no other program changes."
         )
-    return writer.digest
+    return found
 
 
 def fetch(store: Files, path: str, digest: str | None = None) -> tuple[LocalFile, str]:
     """Return a local copy of a file of the store and its digest; see `copy_from`."""
     local = LocalFile()
-    with open(local.path, "wb") as file:
+    with open(local.path, "w+b") as file:
         copied_digest = copy_from(store, path, file, digest)
     return local, copied_digest

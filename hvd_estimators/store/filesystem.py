@@ -4,138 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import IO, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
 
 import fsspec
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.temp_files import folder_prefix
-from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
+from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
-from hvd_estimators.store.retries import TruncatedResponse, typed_errors, with_retries
-
-
-class RemoteFile(io.RawIOBase):
-    """File reader that reopens the file and resumes reading after transient errors.
-
-    Parameters
-    ----------
-    open_file : callable
-        Opens the file at its beginning.
-    path : str
-        Path of the file, for messages.
-    secrets : collection of str
-        Texts that messages must not contain.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the file does not exist.
-    StoreError
-        If the file cannot be read, or if its size has changed since it was opened.
-    """
-
-    def __init__(
-        self, open_file: Callable[[], IO[bytes]], path: str, secrets: Collection[str] = ()
-    ) -> None:
-        super().__init__()
-        self._open_file = open_file
-        self._what = f"reading {path!r}"
-        self._secrets = secrets
-        self._position = 0
-        self._size: int | None = None
-        self._file: Any = None  # None after a failed read
-        with_retries(self._open, self._what, secrets)
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        assert self._size is not None
-        return self._size
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position and return it."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        self._position = min(start + offset, self.size)
-        if self._file is not None:
-            self._file.seek(self._position)
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return the next bytes; none at the end."""
-        if self.closed:
-            raise ValueError("I/O operation on closed file.")
-
-        def read() -> bytes:
-            try:
-                if self._file is None:
-                    self._open()
-                content = bytes(self._file.read(-1 if size is None else size))
-                self._check_length(len(content), size)
-                return content
-            except Exception:
-                self._discard()
-                raise
-
-        content = with_retries(read, self._what, self._secrets)
-        self._position += len(content)
-        return content
-
-    def readall(self) -> bytes:
-        """Return all remaining bytes."""
-        return self.read(-1)
-
-    def readinto(self, buffer: Any) -> int:
-        """Read up to ``len(buffer)`` bytes into a buffer and return their number."""
-        view = memoryview(buffer).cast("B")
-        content = self.read(len(view))
-        view[: len(content)] = content
-        return len(content)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._discard()
-        super().close()
-
-    def _open(self) -> None:
-        """Open the file at the position, and check that it still has its size."""
-        self._file = self._open_file()
-        size = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
-        if self._size not in (None, size):
-            raise StoreError(
-                f"The store failed at {self._what}: it has become another file meanwhile "
-                f"({size} bytes instead of {self._size})."
-            )
-        self._size = size
-        self._file.seek(self._position)
-
-    def _check_length(self, length: int, size: int | None) -> None:
-        """Raise an error if a read returned nothing before the end, or not all remaining bytes."""
-        left = self.size - self._position
-        reads_all = size is None or size < 0
-        if left > 0 and size != 0 and (length < left if reads_all else not length):
-            raise TruncatedResponse(length, left, self._position, self.size)
-
-    def _discard(self) -> None:
-        file, self._file = self._file, None
-        with contextlib.suppress(Exception):
-            file.close()
-
+from hvd_estimators.store.retries import typed_errors
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
@@ -247,16 +130,6 @@ class FilesystemStore(Store):
         self._check_shared()
         super().check()
 
-    def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading that resumes after errors; see `Store.open`."""
-        if self._is_memory():
-            # A file in memory is one object, with one position shared by all readers.
-            return io.BytesIO(self.read(path))
-        if self.local_path(path) is not None:
-            return super().open(path)
-        file: Any = RemoteFile(lambda: self._open(path), path, self.secrets)
-        return cast("IO[bytes]", file)
-
     def _takes_suffixes(self) -> bool:
         protocols = self.fs.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
@@ -280,20 +153,11 @@ class FilesystemStore(Store):
         ):
             yield file
             file.flush()
-            self._put(file.name, path)
+            self._retried(lambda: self._upload(file.name, path), f"writing {path!r}")
 
     def _create(self, path: str, content: bytes) -> None:
         self._make_parent(path)
         super()._create(path, content)
-
-    def _open(self, path: str) -> IO[bytes]:
-        self._forget_listings(path)
-        file: IO[bytes] = self.fs.open(path, "rb")
-        return file
-
-    def _put(self, local: str, path: str) -> Any:
-        """Write a local file to the store, with retries."""
-        self._retried(lambda: self._upload(local, path), f"writing {path!r}")
 
     def _upload(self, local: str, path: str) -> None:
         """Upload a local file to the store. Called again after a failure."""

@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import fsspec
@@ -25,7 +25,6 @@ from hvd_estimators.store.filesystem import FilesystemStore
 from hvd_estimators.store.registry import scheme_of
 
 _SCHEMES = ("hdfs", "viewfs")
-_READ_BUFFER = 2**18
 
 _PROCESSES = uuid.uuid4().hex
 """Distinguishes this process, and those that it forks, from processes of other machines."""
@@ -64,8 +63,8 @@ class HDFSStore(FilesystemStore):
         store sets this variable on the driver, in the ranks and in Spark's Python workers. With
         Kerberos, the principal whose ticket is used.
     kerb_ticket : str, optional
-        Path of a Kerberos ticket cache file that exists on the driver and on all executors.
-        Default: the ticket cache of the process.
+        Path of a Kerberos ticket cache file that exists on the driver and on all executors, with
+        tickets of ``user``. Default: the ticket cache of the process.
     driver : str
         Has no effect: libhdfs is not used.
     extra_conf : dict, optional
@@ -106,6 +105,11 @@ class HDFSStore(FilesystemStore):
             )
         if user is not None and not re.fullmatch(r"[\w.@/$-]+", user):
             raise ParamError(f"user: expected a name or a Kerberos principal, found {user!r}.")
+        if kerb_ticket is not None and user is None:
+            raise ParamError(
+                f"user: expected the principal of kerb_ticket={kerb_ticket!r}, found None. Set "
+                "user='name@REALM', as `klist` shows it."
+            )
         self.user = user
         self.kerb_ticket = kerb_ticket
         # Read the settings here, because executors may have no Hadoop configuration.
@@ -183,12 +187,6 @@ class HDFSStore(FilesystemStore):
     def local_path(self, path: str) -> str | None:
         """Return None, because the operating system cannot open HDFS files."""
         return None
-
-    def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading that resumes after errors; see `Store.open`."""
-        # Buffer reads, because each one is a request to a data node.
-        raw: Any = super().open(path)
-        return cast("IO[bytes]", io.BufferedReader(raw, _READ_BUFFER))
 
     def check(self) -> None:
         """Check the ticket cache and write access; see `Store.check`."""

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
 from hdfs_native import Client
 from hdfs_native.fsspec import HdfsFileSystem
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.exceptions import ParamError
 
 _PATIENCE = {"dfs.client.failover.max.attempts": "4"}
 """The store has its own retries; by default, hdfs-native retries name nodes for minutes."""
@@ -54,10 +52,7 @@ class ConfiguredHdfs(HdfsFileSystem):
         self._url = url
         kerberos = {}
         if ticket_cache is not None:
-            kerberos = {
-                "kerberos_cache": ticket_cache,
-                "kerberos_principal": user or principal_of(ticket_cache),
-            }
+            kerberos = {"kerberos_cache": ticket_cache, "kerberos_principal": user}
         elif user is not None:
             _become(user)
         self.client = Client(url, {**_PATIENCE, **config}, **kerberos)
@@ -88,37 +83,3 @@ def _become(user: str) -> None:
             )
         _user = user
         os.environ["HADOOP_USER_NAME"] = user
-
-
-def principal_of(ticket_cache: str) -> str:
-    """Return the principal of a Kerberos ticket cache.
-
-    The file must have the format of MIT Kerberos's credential cache, version 4.
-
-    Raises
-    ------
-    StoreError
-        If the file cannot be read.
-    """
-    path = ticket_cache.removeprefix("FILE:")
-    try:
-        content = Path(path).read_bytes()
-        version, header = struct.unpack_from(">HH", content)
-        if version != 0x0504:
-            raise ValueError(f"version {version:#06x} of the format")
-        position = 4 + header
-        _, count = struct.unpack_from(">II", content, position)
-        position += 8
-        texts = []
-        for _ in range(count + 1):
-            (length,) = struct.unpack_from(">I", content, position)
-            texts.append(content[position + 4 : position + 4 + length].decode())
-            position += 4 + length
-    except (OSError, ValueError, struct.error) as error:
-        raise StoreError(
-            f"kerb_ticket: {ticket_cache!r} cannot be read as a Kerberos ticket cache ({error}). "
-            "Set a file that `kinit -c` has written, of the same path on the driver and on all "
-            "executors."
-        ) from error
-    realm, *names = texts
-    return f"{'/'.join(names)}@{realm}"

@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from importlib import metadata
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.redaction import redacted
-
-ENTRY_POINTS = "hvd_estimators.stores"
-"""Group of entry points. The name of each entry point is a scheme; its value is a store class."""
 
 _LOCAL = "hvd_estimators.store.local:LocalStore"
 _FILESYSTEM = "hvd_estimators.store.filesystem:FilesystemStore"
@@ -37,26 +33,11 @@ _databricks: dict[str, type[Any] | str] = {
 
 _DBFS = re.compile(r"(?:dbfs:(?=/(?!/))|(?:file:(?://)?)?/dbfs(?=/|$))(.*)", re.DOTALL)
 
-_UNSHARED = {
-    **dict.fromkeys(
-        ("libarchive", "tar", "zip"), "is one archive, which several processes cannot write to"
-    ),
-    **dict.fromkeys(
-        ("blockcache", "cached", "filecache", "simplecache"),
-        "is a copy on this machine alone; set the URL behind it",
-    ),
-    **dict.fromkeys(("data", "reference"), "is seen by this process alone"),
-    **dict.fromkeys(("git", "github", "http", "https"), "cannot be written to"),
-}
-"""fsspec filesystems that cannot hold a store, and the reason."""
-
 
 def register_store(scheme: str, store: type[Any] | str) -> None:
     """Register a store class for a URL scheme, for use by `Store.create`.
 
-    A package can also register a class without being imported, by an entry point of the group
-    ``hvd_estimators.stores``. Runs on the driver. Ranks need no registration because they receive
-    the store object.
+    Runs on the driver. Ranks need no registration because they receive the store object.
 
     Parameters
     ----------
@@ -101,8 +82,7 @@ def require_path(name: str, path: Any) -> None:
 
 def registered_schemes() -> list[str]:
     """Return all registered schemes, sorted."""
-    entries = metadata.entry_points(group=ENTRY_POINTS)
-    return sorted({*filter(None, _stores), *(entry.name.lower() for entry in entries)})
+    return sorted(filter(None, _stores))
 
 
 def scheme_of(path: str) -> str:
@@ -128,24 +108,13 @@ def store_class(path: str) -> type[Any]:
     key = _databricks_key(path or "") if "DATABRICKS_RUNTIME_VERSION" in os.environ else None
     if key is not None:
         return _class(_databricks, key)
-    store = _stores.get(scheme)
-    if store is None:
-        entries = metadata.entry_points(group=ENTRY_POINTS)
-        entry = next((entry for entry in entries if entry.name.lower() == scheme), None)
-        if entry is None and scheme in _UNSHARED:
-            raise ParamError(
-                f"prefix_path: found {redacted(path)!r}, which {_UNSHARED[scheme]}. Set a prefix "
-                "on storage that the driver and all executors share."
-            )
-        if entry is None:
-            raise ParamError(
-                f"prefix_path: no store for the scheme {scheme!r}, found "
-                f"{redacted(path)!r}. Set a path without a scheme or with one of: "
-                f"{', '.join(registered_schemes())}. For another "
-                "filesystem of fsspec, which Spark writes to as well, call "
-                f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first."
-            )
-        _stores[scheme] = entry.load()
+    if scheme not in _stores:
+        raise ParamError(
+            f"prefix_path: no store for the scheme {scheme!r}, found {redacted(path)!r}. Set a "
+            f"path without a scheme or with one of: {', '.join(registered_schemes())}. For another "
+            "filesystem of fsspec, which the driver, all executors and Spark write to, call "
+            f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first."
+        )
     return _class(_stores, scheme)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
-from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of, typed_error
 
@@ -50,8 +50,8 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     """Call a function, and retry it while its errors are transient.
 
     Refused, reset or timed-out connections, server errors and throttling are transient; see
-    `kind_of`. So is the safe mode of a name node that starts. A retry does not help if files, credentials,
-    permissions or space are missing.
+    `kind_of`. So is the safe mode of a name node that starts. A retry does not help if files,
+    credentials, permissions or space are missing.
 
     The delays between calls grow and are partly random, so that many ranks do not retry at the same
     time. A warning is logged if the function still fails after more than a second.

@@ -101,8 +101,8 @@ _PATTERNS = (
     (Kind.OTHER, r"SSLError|failed to lookup address(?!.*Temporary failure)|UnknownHostException"),
     (Kind.FULL, r"QuotaExceeded|DiskOutOfSpaceException|No space left on device"),
     (Kind.FULL, r"There are [1-9]\d* datanode\(s\) running and (0|no) node\(s\) are excluded"),
-    # A name node leaves its safe mode by itself unless an administrator turned it on, or its disk is
-    # full.
+    # A name node leaves its safe mode by itself, unless an administrator turned it on, or the name
+    # node's disk is full.
     (Kind.FORBIDDEN, r"SafeModeException(?!.*Safe mode will be turned off automatically)"),
     (Kind.MISSING, r"code=NoSuch|java\.io\.FileNotFoundException"),
     (
@@ -295,8 +295,8 @@ def naming_full_disk() -> Iterator[None]:
         text = f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
         raise StoreError(
             f"No space is left on a disk, or a quota is used up ({text}). Free space in "
-            f"{folder!r}. Temporary files are in {temporary!r}, whose disk has {free / 1e6:,.1f} MB "
-            "left: the environment variable TMPDIR sets a folder with more space (on Spark: "
+            f"{folder!r}. Temporary files are in {temporary!r}, whose disk has {free / 1e6:,.1f} "
+            "MB left: the environment variable TMPDIR sets a folder with more space (on Spark: "
             "spark.executorEnv.TMPDIR)."
         ) from error
 

@@ -25,7 +25,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.launch.rank.directory import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
-from hvd_estimators.store.files import CHUNK_BYTES, HashingWriter, copy_from, fetch
+from hvd_estimators.store.files import CHUNK_BYTES, copy_from, digest_of, fetch
 from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.horovod_session import gather_timeline
@@ -84,7 +84,6 @@ def train_stored(call: StoredCall) -> TrainResult:
     use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)
-        file.seek(0)
         *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
     gather_timeline(spec.store, spec.run.logs_path)
     if call.fence is not None:
@@ -94,17 +93,17 @@ def train_stored(call: StoredCall) -> TrainResult:
     if state is None:
         return result
     with call.store.open_atomic(call.state_path) as stored:
-        writer = HashingWriter(stored)
         if isinstance(state, LocalFile):
             with open(state.path, "rb") as local:
-                shutil.copyfileobj(local, writer, CHUNK_BYTES)
+                shutil.copyfileobj(local, stored, CHUNK_BYTES)
             state.close()
         else:
-            writer.write(state)
+            stored.write(state)
+        digest = digest_of(stored)
     return replace(
         result,
         state=None,
-        state_digest=writer.digest,
+        state_digest=digest,
         state_is_file=isinstance(state, LocalFile),
     )
 
@@ -156,10 +155,10 @@ class CallTransfer:
         self._spec = spec or self._spec
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
-            writer = HashingWriter(file)
-            _Pickler(writer, self._store, self._folder).dump((*first_imports(), train, self._spec))
+            _Pickler(file, self._store, self._folder).dump((*first_imports(), train, self._spec))
+            digest = digest_of(file)
         module = getattr(train, "__module__", "")
-        return StoredCall(self._store, path, writer.digest, self._state_path, module)
+        return StoredCall(self._store, path, digest, self._state_path, module)
 
     def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
         """Return the ranks' results, with the state that rank 0 wrote."""
@@ -275,9 +274,9 @@ class _Pickler(cloudpickle.Pickler):
             open(local.path, "rb") as source,
             self._store.open_atomic(f"{self._folder}/{name}") as target,
         ):
-            writer = HashingWriter(target)
-            shutil.copyfileobj(source, writer, CHUNK_BYTES)
-        return name, writer.digest
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+            digest = digest_of(target)
+        return name, digest
 
 
 class _Unpickler(Unpickler):

@@ -1,14 +1,12 @@
 """HDFS paths: the name node from the path, from arguments or from Hadoop's configuration."""
 
 import pickle
-import struct
 
 import pytest
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import HDFSStore, Store
 from hvd_estimators.store.hdfs import hadoop_settings
-from hvd_estimators.store.hdfs_client import principal_of
 
 
 @pytest.fixture(autouse=True)
@@ -125,19 +123,8 @@ def test_arguments_of_other_clients():
     with pytest.raises(ParamError, match="user: expected a name"):
         HDFSStore("hdfs:///a", user="a:b")
     with pytest.raises(ParamError, match="kerb_ticket: found no ticket cache '/absent'"):
-        HDFSStore("hdfs://a:1/a", kerb_ticket="/absent").check()
-
-
-def test_the_principal_is_read_from_the_ticket_cache(tmp_path):
-    def counted(text):
-        return struct.pack(">I", len(text)) + text.encode()
-
-    texts = b"".join(map(counted, ["EXAMPLE.COM", "hdfs", "host.example.com"]))
-    header = struct.pack(">HHHHII", 0x0504, 12, 1, 8, 0, 0)
-    path = tmp_path / "krb5cc"
-    path.write_bytes(header + struct.pack(">II", 1, 2) + texts + b"and more")
-    assert principal_of(f"FILE:{path}") == "hdfs/host.example.com@EXAMPLE.COM"
-
-    path.write_bytes(b"no cache")
-    with pytest.raises(StoreError, match="cannot be read as a Kerberos ticket cache"):
-        principal_of(str(path))
+        HDFSStore("hdfs://a:1/a", user="me@REALM", kerb_ticket="/absent").check()
+    with pytest.raises(
+        ParamError, match=r"user: expected the principal of kerb_ticket='/t'.*klist"
+    ):
+        HDFSStore("hdfs://a:1/a", kerb_ticket="/t")

@@ -318,5 +318,7 @@ def test_new_files_are_written_once_in_spite_of_lost_answers(names, no_waiting):
     assert not store.write_new("hdfs://nn/s/lease", "other")
     assert names.files == {"/s/lease": b"mine"}
     names.errors["open"] = [native("org.apache.hadoop.security.AccessControlException", DENIED)]
-    with pytest.raises(StoreError, match=r"writing 'hdfs://nn/s/new': access is denied.*user=stranger"):
+    with pytest.raises(
+        StoreError, match=r"writing 'hdfs://nn/s/new': access is denied.*user=stranger"
+    ):
         store.write_new("hdfs://nn/s/new", "mine")

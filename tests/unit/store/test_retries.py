@@ -1,7 +1,6 @@
 """Retries of storage errors, and the typed errors and messages after the last one."""
 
 import errno
-import io
 import logging
 import os
 import ssl
@@ -16,7 +15,6 @@ from s3fs.errors import translate_boto_error
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError, StoreUnavailableError
 from hvd_estimators.store import retries
-from hvd_estimators.store.filesystem import RemoteFile
 from hvd_estimators.store.redaction import redacted, secret_values
 from hvd_estimators.store.retries import with_retries
 from hvd_estimators.store.storage_errors import Kind, kind_of
@@ -193,59 +191,6 @@ def test_messages_hold_no_secrets():
     assert redacted("s3://AKIA:se/cret@bucket/a") == "s3://***@bucket/a"
 
 
-class Breaking(io.BytesIO):
-    """File whose reads fail at certain calls."""
-
-    calls = 0
-    fails_at: tuple[int, ...] = ()
-
-    def read(self, size=-1):
-        Breaking.calls += 1
-        if Breaking.calls in Breaking.fails_at:
-            super().read(2)  # the position is lost
-            raise ConnectionResetError(errno.ECONNRESET, "reset")
-        return super().read(size)
-
-
-def test_reads_continue_where_they_failed(monkeypatch):
-    content = os.urandom(1000)
-    monkeypatch.setattr(Breaking, "calls", 0)
-    monkeypatch.setattr(Breaking, "fails_at", (2, 3, 5))
-    with RemoteFile(lambda: Breaking(content), "s3://b/a") as file:
-        assert file.size == 1000
-        parts = [file.read(100), file.read(150)]
-        assert file.tell() == 250
-        buffer = bytearray(250)
-        assert file.readinto(buffer) == 250
-        parts += [bytes(buffer), file.read()]
-        assert b"".join(parts) == content
-        assert file.read(1) == b""
-        assert file.seek(-10, os.SEEK_END) == 990
-        assert file.read() == content[990:]
-    assert file.closed
-    assert Breaking.calls == 9
-
-    # A buffer over the file does not notice, either.
-    monkeypatch.setattr(Breaking, "fails_at", (11,))
-    with io.BufferedReader(RemoteFile(lambda: Breaking(content), "s3://b/a"), 64) as file:
-        assert file.read() == content
-
-
-def test_a_file_replaced_between_retries_is_an_error(monkeypatch):
-    contents = [b"a" * 100, b"b" * 99]
-    monkeypatch.setattr(Breaking, "calls", 0)
-    monkeypatch.setattr(Breaking, "fails_at", (2,))
-    with RemoteFile(lambda: Breaking(contents.pop(0)), "s3://b/a") as file:
-        file.read(10)
-        with pytest.raises(StoreError, match=r"another file meanwhile .99 bytes instead of 100"):
-            file.read(10)
-
-
-def test_missing_files_are_reported_at_open():
-    with pytest.raises(FileNotFoundError):
-        RemoteFile(failing(FileNotFoundError("a")), "s3://b/a")
-
-
 class Cutting(MemoryFileSystem):
     """Filesystem in memory whose next responses have only half of the bytes asked for."""
 
@@ -287,14 +232,37 @@ def test_a_store_that_cuts_all_responses_is_unavailable_and_not_damaged(cutting)
         store.read_ranges("memory://cut/file", [(10, 30)])
 
 
-def test_reads_of_open_files_do_not_end_early():
-    responses = [b"", b"12", b""]
+def test_an_open_file_has_its_own_position_and_continues_after_failures(cutting, monkeypatch):
+    store, fs = cutting
+    monkeypatch.setattr("hvd_estimators.store.files.CHUNK_BYTES", 16)
+    content = bytes(range(100))
+    with store.open("memory://cut/file") as file, store.open("memory://cut/file") as other:
+        assert other.read(3) == content[:3]
+        fs.cuts = 2
+        parts = [file.read(10), file.read(15)]
+        assert fs.cuts == 0
+        assert file.tell() == 25
+        fs.cuts = 3
+        parts.append(file.read())
+        assert b"".join(parts) == content
+        assert file.read(1) == b""
+        assert file.seek(-10, os.SEEK_END) == 90
+        assert file.read() == content[90:]
+        assert other.read() == content[3:]
+    assert file.closed
 
-    class Ending(io.BytesIO):
-        def read(self, size=-1):
-            return responses.pop(0) if responses else super().read(size)
 
-    file = RemoteFile(lambda: Ending(b"123456"), "file")
-    assert file.read(4) == b"12"
-    assert file.read(4) == b"3456"
-    assert file.read(4) == b""
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(cutting, monkeypatch):
+    store, fs = cutting
+    monkeypatch.setattr("hvd_estimators.store.files.CHUNK_BYTES", 16)
+    with store.open("memory://cut/file") as file:
+        file.read(10)
+        fs.pipe_file("/cut/file", b"short")
+        with pytest.raises(StoreError, match="another file meanwhile, of less than 100 bytes"):
+            file.read()
+
+
+def test_missing_files_are_reported_at_open(cutting):
+    store, _ = cutting
+    with pytest.raises(FileNotFoundError):
+        store.open("memory://cut/absent")
