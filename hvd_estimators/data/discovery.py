@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
 from hvd_estimators.data.exact import Range, common_dtype
@@ -22,10 +19,16 @@ from hvd_estimators.data.footers import (
     Spread,
     damage_is_store_error,
     read_footers,
-    read_tail,
 )
-from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split, stored_names
-from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
+from hvd_estimators.data.manifest import (
+    ColumnSpec,
+    DatasetManifest,
+    RowGroup,
+    RowRange,
+    Split,
+    stored_names,
+)
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead, open_bytes
 from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import (
     TextColumns,
@@ -37,13 +40,8 @@ from hvd_estimators.data.types import (
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
-_PAGE_BUFFER = 2**16
-"""Bytes per read when only the first rows are needed."""
-
-_HEAD_BYTES = 2**22
-"""Maximum bytes in memory when the first rows are fetched from a store; see `FetchedFile`."""
-
-_REQUESTS = 8
+_HEAD_SHARE = 32
+"""Part of the memory for a row group that the first rows may take."""
 
 
 def read_split(
@@ -386,20 +384,12 @@ def _spec(
 def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
     """Read only the first rows of the first row group."""
     first = split.row_groups[0]
-    names = stored_names(specs)
-    options: dict[str, Any] = {"buffer_size": _PAGE_BUFFER, "pre_buffer": False}
-    with damage_is_store_error(first.file), contextlib.ExitStack() as stack:
-        source: Any = store.local_path(first.file)
-        if source is None:
-            footer = FileFooter.of(first.file, read_tail(store, first.file))
-            options["metadata"] = footer.metadata
-            if footer.content is not None:
-                source = pa.BufferReader(footer.content)
-            else:
-                pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
-                chunks = footer.chunks(first.index, names)
-                source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
-                stack.enter_context(contextlib.closing(source))
-        file = stack.enter_context(parquet.ParquetFile(source, **options))
+    read = RangeRead(RowRange(first.file, first.index, 0, first.rows), group_size=_HEAD_SHARE)
+    with (
+        damage_is_store_error(first.file),
+        RangeFiles(store, specs) as files,
+        files.open(read) as file,
+    ):
+        names = stored_names(specs)
         batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
         return pa.Table.from_batches([next(batches)])

@@ -493,9 +493,8 @@ class FooterCache:
         self._store = store
         self._lock = threading.Lock()
         self._parsed: OrderedDict[str, FileFooter] = OrderedDict()
-        self._tails: OrderedDict[str, bytes] = OrderedDict()
+        self._tails: OrderedDict[str, Future[bytes]] = OrderedDict()
         self._tail_bytes = 0
-        self._reading: dict[str, Future[bytes]] = {}
 
     def get(self, path: str) -> FileFooter:
         """Return a file's footer. Several threads may call this method.
@@ -522,27 +521,21 @@ class FooterCache:
     def tail(self, path: str) -> bytes:
         """Return the end of a file; see `read_tail`."""
         with self._lock:
-            tail = self._tails.get(path)
-            if tail is not None:
-                return tail
-            future = self._reading.get(path)
-            own: Future[bytes] = Future()
-            if future is None:
-                self._reading[path] = own
-        if future is not None:
+            future = self._tails.get(path)
+            is_new = future is None
+            future = self._tails.setdefault(path, Future())
+        if not is_new:
             return future.result()
         try:
-            tail = read_tail(self._store, path)
-            with self._lock:
-                self._tails[path] = tail
-                self._tail_bytes += len(tail)
-                while self._tail_bytes > _UNPARSED_BYTES:
-                    self._tail_bytes -= len(self._tails.popitem(last=False)[1])
-            own.set_result(tail)
-            return tail
+            future.set_result(read_tail(self._store, path))
         except BaseException as error:
-            own.set_exception(error)
-            raise
-        finally:
-            with self._lock:
-                del self._reading[path]
+            future.set_exception(error)
+        with self._lock:
+            if future.exception() is not None:
+                del self._tails[path]
+            else:
+                self._tail_bytes += len(future.result())
+            while self._tail_bytes > _UNPARSED_BYTES:
+                oldest = next(path for path, each in self._tails.items() if each.done())
+                self._tail_bytes -= len(self._tails.pop(oldest).result())
+        return future.result()

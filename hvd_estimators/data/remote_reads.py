@@ -2,23 +2,19 @@
 
 PyArrow opens local files directly. An object store takes tens of milliseconds to answer even a
 small request. Therefore adjacent columns of a row group are fetched in one request, all requests
-run in parallel, and the next ranges are fetched while the current one is decoded.
+run in parallel, and more ranges are read at the same time than threads can decode.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import inspect
-import io
-import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -28,8 +24,9 @@ from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.files import RangeFile
 
-S = TypeVar("S")
+Fetch = Callable[[int, int], memoryview | bytes]
 
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
@@ -77,7 +74,7 @@ def joined(ranges: Iterable[Range], hole: int = HOLE_BYTES) -> list[Range]:
     return runs
 
 
-class FetchedFile(io.RawIOBase):
+class FetchedFile(RangeFile):
     """File object for some column chunks, which PyArrow reads with a given footer.
 
     If all chunks fit into ``most`` bytes, they are fetched at once, adjacent ones in one request.
@@ -87,10 +84,8 @@ class FetchedFile(io.RawIOBase):
 
     Parameters
     ----------
-    store : Store
-        The store of the file.
-    path : str
-        Full path of the file.
+    fetch : callable
+        Returns a range of bytes of the file, given its start and its end.
     chunks : sequence of (int, int)
         Ranges to read, see `FileFooter.chunks`. Each range is read sequentially.
     size : int
@@ -99,94 +94,49 @@ class FetchedFile(io.RawIOBase):
         Approximate maximum of bytes in memory. At least `FETCHED_BYTES` of each chunk are held.
     pool : ThreadPoolExecutor
         Runs the requests.
-    cached : callable, optional
-        Returns a byte range from a cache; gets the range and `fetch`. Default: no cache.
 
     Attributes
     ----------
-    max_bytes : int
-        Maximum number of bytes in memory.
     is_fetched_at_once : bool
         Whether all chunks are fetched at once.
     """
 
     def __init__(
         self,
-        store: Store,
-        path: str,
+        fetch: Fetch,
         chunks: Sequence[Range],
         size: int,
         most: int,
         pool: ThreadPoolExecutor,
-        cached: Callable[..., memoryview | bytes] | None = None,
     ) -> None:
-        super().__init__()
-        self._cached = cached
-        self._spans: list[_Span] = []
-        self._store = store
-        self._path = path
-        self._size = size
-        self._position = 0
+        super().__init__(size)
+        self._fetch = fetch
         runs = joined(chunks)
         total = sum(stop - start for start, stop in runs)
         self.is_fetched_at_once = total <= most
-        if self.is_fetched_at_once:
-            self.max_bytes = total
-            self._spans = [_Span(self, pool, run, run[1] - run[0]) for run in runs]
-        else:
-            total = sum(stop - start for start, stop in chunks)
-            for start, stop in chunks:
-                piece = max(most * (stop - start) // total // 2, FETCHED_BYTES)
-                self._spans.append(_Span(self, pool, (start, stop), piece))
-            self.max_bytes = sum(2 * span.piece for span in self._spans)
+        spans = runs if self.is_fetched_at_once else chunks
+        total = sum(stop - start for start, stop in spans)
+        self._spans = []
+        for start, stop in spans:
+            share = max(most * (stop - start) // max(total, 1) // 2, FETCHED_BYTES)
+            piece = stop - start if self.is_fetched_at_once else share
+            self._spans.append(_Span(fetch, pool, (start, stop), piece))
         self._starts = [span.start for span in self._spans]
         for span in self._spans:
             span.fetch(0)
 
-    def get(self, start: int, stop: int) -> memoryview | bytes:
-        """Return a byte range from the cache or the store."""
-        fetch = self._fetch
-        return fetch(start, stop) if self._cached is None else self._cached(start, stop, fetch)
-
-    def _fetch(self, start: int, stop: int) -> bytes:
-        (data,) = self._store.read_ranges(self._path, [(start, stop)])
-        if len(data) != stop - start:
-            raise StoreError(
-                f"{self._path!r} has no {stop - start} bytes at {start}: it was changed after "
-                "training had begun. Train again, and leave the files as they are."
-            )
-        return data
-
-    def read_buffer(self, size: int) -> memoryview | bytes:
-        """Return the next bytes without a copy; PyArrow expects this method name."""
-        start, stop = self._position, min(self._position + size, self._size)
-        self._position = stop
-        if stop <= start:
-            return b""
+    def read_range(self, start: int, stop: int) -> memoryview | bytes:
+        """Return a range of bytes that was fetched ahead, or fetch it."""
         index = bisect.bisect_right(self._starts, start) - 1
         span = self._spans[max(index, 0)] if self._spans else None
         if span is None or not span.start <= start < stop <= span.stop:
             # Some old files have chunks that are longer than their footers say.
-            return self.get(start, stop)
+            return self._fetch(start, stop)
         return span.read(start, stop)
 
-    def read(self, size: int = -1) -> bytes:
-        """Return the next bytes."""
-        return bytes(self.read_buffer(self._size if size < 0 else size))
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position and return it."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = origin + offset
-        return self._position
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
+    def read_buffer(self, size: int) -> memoryview | bytes:
+        """Return the next bytes without a copy; PyArrow expects this method name."""
+        return self.next_range(size)
 
     def close(self) -> None:
         """Release the fetched bytes and cancel pending requests."""
@@ -198,12 +148,10 @@ class FetchedFile(io.RawIOBase):
 class _Span:
     """A contiguous byte range, fetched piece by piece."""
 
-    def __init__(
-        self, file: FetchedFile, pool: ThreadPoolExecutor, span: Range, piece: int
-    ) -> None:
+    def __init__(self, fetch: Fetch, pool: ThreadPoolExecutor, span: Range, piece: int) -> None:
         self.start, self.stop = span
         self.piece = max(piece, 1)
-        self._get = file.get
+        self._get = fetch
         self._pool = pool
         self._pieces: dict[int, Future[memoryview | bytes]] = {}
 
@@ -231,22 +179,26 @@ class _Span:
         return b"".join(pieces)
 
     def forget(self) -> None:
+        """Release the pieces and cancel their requests."""
         for future in self._pieces.values():
             future.cancel()
         self._pieces.clear()
 
 
-WHOLE_BYTES = 64 * 2**20
-"""Maximum stored bytes of a row group's columns for a fetch at once; larger ones are split.
+READ_AHEAD = 4
+"""Number of ranges of a remote store that are read at the same time beside those of the workers.
 
-Spark's default row groups, 128 MiB before compression, are mostly smaller.
+Their requests wait for the store while the workers decode.
 """
 
-OPEN_BYTES = 2 * WHOLE_BYTES
-"""Maximum fetched bytes of all interleaved row groups; the default size of the shuffle buffer."""
+WHOLE_BYTES = 32 * 2**20
+"""Maximum stored bytes of a row group's columns for a fetch at once; larger ones are split.
 
-AHEAD_BYTES = WHOLE_BYTES
-"""Maximum bytes that are prefetched."""
+Row groups that this package writes are smaller.
+"""
+
+OPEN_BYTES = 128 * 2**20
+"""Maximum fetched bytes of all interleaved row groups; the default size of the shuffle buffer."""
 
 _VERIFY_PAGES = (
     {"page_checksum_verification": True}
@@ -255,7 +207,6 @@ _VERIFY_PAGES = (
 )
 """Option that verifies the checksums of pages, which Spark writes. PyArrow 14 lacks it."""
 
-_AHEAD_RANGES = 4
 _REQUESTS = 16
 """Maximum number of parallel requests."""
 
@@ -309,7 +260,6 @@ class RangeFiles:
         self._names = stored_names(specs)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._announced: deque[_Announced] = deque()
         self._options: dict[str, Any] = {
             # Keep text dictionary-encoded, because many rows may share a few values.
             "read_dictionary": [spec.name for spec in specs if spec.kind == "text"],
@@ -327,11 +277,6 @@ class RangeFiles:
         """Stop fetching and release prefetched bytes."""
         with self._lock:
             pool, self._pool = self._pool, None
-            announced = list(self._announced)
-            self._announced.clear()
-        for each in announced:
-            if each.file is not None:
-                each.file.close()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -345,9 +290,8 @@ class RangeFiles:
             If the file is missing, was replaced, or is not a Parquet file.
         """
         path = read.row_range.file
-        announced = self._take(read)
         with damage_is_store_error(path):
-            footer = self.footers.get(path) if announced is None else announced.footer.result()
+            footer = self.footers.get(path)
         if read.row_range.footer not in (0, footer.checksum):
             raise StoreError(
                 f"{path!r} was replaced after training had been planned: its footer has other "
@@ -355,7 +299,6 @@ class RangeFiles:
             )
         options = {**self._options, "metadata": footer.metadata}
         if footer.content is not None:
-            self._advance()
             content = pa.BufferReader(footer.content)
             yield parquet.ParquetFile(content, **options)
             return
@@ -364,122 +307,34 @@ class RangeFiles:
             with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:
                 yield file
             return
-        source = (announced and announced.file) or self._fetch(read, footer)
-        with contextlib.closing(source):
-            self._advance()
+        with contextlib.closing(self._fetched(read, footer)) as source:
             # Not used as a context manager, because PyArrow does not close a file that it did not
             # open.
             buffer_size = 0 if source.is_fetched_at_once else FETCHED_BYTES
             yield parquet.ParquetFile(source, buffer_size=buffer_size, **options)
 
-    def announce(self, read: RangeRead) -> None:
-        """Announce a range that will be opened after all earlier announced ranges.
+    def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
+        path, group = read.row_range.file, read.row_range.row_group
 
-        The range is fetched as soon as the prefetch limit allows it. Does nothing for local files.
-        """
-        path = read.row_range.file
-        if self._store.local_path(path) is not None:
-            return
-        footer = self._running().submit(self.footers.get, path)
-        with self._lock:
-            self._announced.append(_Announced(read, footer))
-        footer.add_done_callback(lambda _: self._advance())
+        def fetch(start: int, stop: int) -> bytes:
+            (data,) = self._store.read_ranges(path, [(start, stop)])
+            if len(data) != stop - start:
+                raise StoreError(
+                    f"{path!r} has no {stop - start} bytes at {start}: it was changed after "
+                    "training had begun. Train again, and leave the files as they are."
+                )
+            return data
 
-    def ahead(
-        self,
-        groups: Iterator[tuple[S, ...]],
-        ranges: Callable[[S], Iterable[RangeRead]] = lambda element: [element],  # type: ignore[list-item]
-    ) -> Iterator[tuple[S, ...]]:
-        """Yield groups unchanged, and announce upcoming ranges before they are opened.
+        def cached(start: int, stop: int) -> memoryview | bytes:
+            assert self._cache is not None
+            return self._cache.get(path, footer.checksum, start, stop, fetch)
 
-        Parameters
-        ----------
-        groups : iterator of tuple
-            Groups of ranges, or of other elements. Consumed a few elements ahead.
-        ranges : callable
-            Returns the ranges of an element. Default: the element is a range.
-        """
-        waiting: deque[tuple[S, ...]] = deque()
-        for group in groups:
-            for read in itertools.chain.from_iterable(map(ranges, group)):
-                self.announce(read)
-            waiting.append(group)
-            if sum(map(len, waiting)) > _AHEAD_RANGES:
-                yield waiting.popleft()
-        yield from waiting
-
-    def _take(self, read: RangeRead) -> _Announced | None:
-        """Return the announced range and forget it; None if it was not announced."""
-        with self._lock:
-            for announced in self._announced:
-                if announced.read == read:
-                    self._announced.remove(announced)
-                    return announced
-        return None
-
-    def _advance(self) -> None:
-        """Fetch announced ranges in order, within the prefetch limit."""
-        with self._lock:
-            bytes_ahead = sum(each.file.max_bytes for each in self._announced if each.file)
-            for announced in self._announced:
-                if announced.file is not None:
-                    continue
-                read, footer = announced.read, announced.footer
-                if not footer.done() or self._pool is None:
-                    return
-                # If the footer cannot be read, opening the file raises the error.
-                if footer.cancelled() or footer.exception() or footer.result().content is not None:
-                    continue
-                chunks = self._chunks(read, footer.result())
-                needed = min(sum(stop - start for start, stop in chunks), _share(read))
-                if bytes_ahead and bytes_ahead + needed > AHEAD_BYTES:
-                    return
-                announced.file = self._fetch(read, footer.result())
-                bytes_ahead += announced.file.max_bytes
-
-    def _fetch(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
-        path, cache = read.row_range.file, self._cache
-        return FetchedFile(
-            self._store,
-            path,
-            self._chunks(read, footer),
-            footer.end,
-            _share(read),
-            self._pool or self._running(),
-            None if cache is None else functools.partial(cache.get, path, footer.checksum),
-        )
-
-    def _chunks(self, read: RangeRead, footer: FileFooter) -> list[tuple[int, int]]:
-        group = read.row_range.row_group
         # If the row group no longer exists, reading it raises the error.
-        return footer.chunks(group, self._names) if group < footer.metadata.num_row_groups else []
-
-    def _running(self) -> ThreadPoolExecutor:
+        exists = group < footer.metadata.num_row_groups
+        chunks = footer.chunks(group, self._names) if exists else []
+        most = min(WHOLE_BYTES, OPEN_BYTES // read.group_size)
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_REQUESTS, "hvd_estimators requests")
-            return self._pool
-
-
-@dataclass(eq=False)
-class _Announced:
-    """A range that will be opened.
-
-    Attributes
-    ----------
-    read : RangeRead
-        The range.
-    footer : Future
-        The footer of its file; the whole file if it is small.
-    file : FetchedFile or None
-        The range's columns, once they are being fetched; None for a small file.
-    """
-
-    read: RangeRead
-    footer: Future[FileFooter]
-    file: FetchedFile | None = None
-
-
-def _share(read: RangeRead) -> int:
-    """Return the maximum number of bytes of a range in memory."""
-    return min(WHOLE_BYTES, OPEN_BYTES // read.group_size)
+            self._pool = self._pool or ThreadPoolExecutor(_REQUESTS, "hvd_estimators requests")
+            pool = self._pool
+        read_range = fetch if self._cache is None else cached
+        return FetchedFile(read_range, chunks, footer.end, most, pool)

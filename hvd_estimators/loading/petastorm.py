@@ -76,28 +76,21 @@ class PetastormDataModule(PlannedDataModule):
             interleaved = any(len(group) > 1 for group in first)
             if not interleaved:
                 passes = ((group,) for of_pass in passes for group in of_pass)
-            items = _items(passes, files, workers if interleaved else 0)
+            threads = self.num_threads(workers)
+            items = (
+                {"files": files, "groups": groups, "threads": threads if interleaved else 0}
+                for groups in passes
+            )
             # The queue of each worker holds at least five tables.
-            pool = thread_pool.ThreadPool(workers, results_queue_size=1)
+            pool = thread_pool.ThreadPool(threads, results_queue_size=1)
             pool.start(_RangeWorker)
             try:
-                for table in _tables(pool, items, 1 if interleaved else workers + 2):
+                for table in _tables(pool, items, 1 if interleaved else threads + 2):
                     file = table.schema.metadata[_FILE].decode()
                     yield table_to_columns(table, self.columns, file)
             finally:
                 pool.stop()
                 pool.join()
-
-
-def _items(
-    work: Iterator[Sequence[InterleaveGroup]], files: RangeFiles, threads: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the work items for the workers, which get some items ahead of the consumer."""
-    for groups in work:
-        if not threads:  # A worker with threads reads ahead by itself.
-            for read in itertools.chain.from_iterable(groups):
-                files.announce(read)
-        yield {"files": files, "groups": groups, "threads": threads}
 
 
 def _read(
@@ -158,8 +151,7 @@ class _RangeWorker(WorkerBase):
             self.publish_func(_Failure(error))
 
     def _process(self, files: RangeFiles, groups: Sequence[InterleaveGroup], threads: int) -> None:
-        upcoming = files.ahead(iter(groups)) if threads else iter(groups)
-        with contextlib.closing(_read(upcoming, files, threads)) as tables:
+        with contextlib.closing(_read(iter(groups), files, threads)) as tables:
             table, path = next(tables)
             for following in itertools.chain(tables, [None]):
                 metadata = {_FILE: path, _IS_LAST: str(int(following is None))}

@@ -23,7 +23,7 @@ from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.data.range_cache import RangeCache
-from hvd_estimators.data.remote_reads import RangeFiles
+from hvd_estimators.data.remote_reads import READ_AHEAD, RangeFiles
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
@@ -355,6 +355,11 @@ class PlannedDataModule(ChunkedDataModule):
         """Return a context manager that opens the files for `read`."""
         return RangeFiles(self.store, self.columns, self.footers, self._range_cache)
 
+    def num_threads(self, workers: int) -> int:
+        """Return the number of threads that read: more for remote files, whose requests wait."""
+        is_local = self.store.local_path(self.train_dir) is not None
+        return workers if is_local else workers + READ_AHEAD
+
     def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks, pass after pass, each in its own order."""
         start, total = self.skip_train_steps, self.total_train_steps
@@ -649,7 +654,7 @@ class ArrowDataModule(PlannedDataModule):
             if self.reader_pool_type == "dummy":
                 yield from interleave(groups, read, 0)
             else:
-                yield from interleave(files.ahead(groups, iter), read, workers)
+                yield from interleave(groups, read, self.num_threads(workers))
 
 
 def _apart(group: InterleaveGroup) -> tuple[RangeRun, ...]:

@@ -492,7 +492,55 @@ def _read_fully(file: int, start: int, size: int) -> bytes:
     return content
 
 
-class RemoteFile(io.RawIOBase):
+class RangeFile(io.RawIOBase):
+    """File object that reads each part by its range of bytes; a subclass implements `read_range`.
+
+    Parameters
+    ----------
+    size : int
+        Size of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self._position = 0
+
+    def read_range(self, start: int, stop: int) -> memoryview | bytes:
+        """Return a range of bytes, which is not empty and does not exceed the file."""
+        raise NotImplementedError
+
+    def next_range(self, size: int) -> memoryview | bytes:
+        """Return the next bytes, less at the end."""
+        start, stop = self._position, min(self._position + size, self.size)
+        if stop <= start:
+            return b""
+        self._position = stop
+        return self.read_range(start, stop)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position and return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes and return their number, which is less at the end."""
+        view = memoryview(buffer).cast("B")
+        content = self.next_range(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+
+class RemoteFile(RangeFile):
     """File of a store that is read by a request for each part.
 
     Parameters
@@ -511,42 +559,19 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, store: Files, path: str) -> None:
-        super().__init__()
+        super().__init__(store.size(path))
         self._store = store
         self._path = path
-        self._size = store.size(path)
-        self._position = 0
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position and return it."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with the next bytes and return their number, which is less at the end."""
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._size - self._position), 0)
-        if not count:
-            return 0
-        end = self._position + count
-        (content,) = self._store.read_ranges(self._path, [(self._position, end)])
-        if len(content) < count:
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Request a range of bytes."""
+        (content,) = self._store.read_ranges(self._path, [(start, stop)])
+        if len(content) < stop - start:
             raise StoreError(
                 f"The store failed at reading {self._path!r}: it has become another file "
-                f"meanwhile, of less than {self._size} bytes."
+                f"meanwhile, of less than {self.size} bytes."
             )
-        view[:count] = content
-        self._position = end
-        return count
+        return content
 
 
 def digest_of(file: IO[bytes]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -256,14 +255,20 @@ def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_siz
     monkeypatch.setattr(remote_reads, "FETCHED_BYTES", piece)
     monkeypatch.setattr(remote_reads, "WHOLE_BYTES", most)
     monkeypatch.setattr(remote_reads, "OPEN_BYTES", 2 * most)
-    held = []
-    fetch = FetchedFile.get
+    held, files_read = [], []
+    fetched, read_ranges = FetchedFile.__init__, type(store).read_ranges
 
-    def fetch_and_look(self, start, stop):
-        held.append(sum(len(span._pieces) * span.piece for span in self._spans))
-        return fetch(self, start, stop)
+    def note_file(self, *args):
+        files_read.append(self)
+        fetched(self, *args)
 
-    monkeypatch.setattr(FetchedFile, "get", fetch_and_look)
+    def read_and_look(store, path, ranges):
+        spans = [span for file in files_read for span in file._spans]
+        held.append(sum(len(span._pieces) * span.piece for span in spans))
+        return read_ranges(store, path, ranges)
+
+    monkeypatch.setattr(FetchedFile, "__init__", note_file)
+    monkeypatch.setattr(type(store), "read_ranges", read_and_look)
     with RangeFiles(store, specs) as files:
         read = RangeRead(RowRange(path, 0, 0, rows), group_size=group_size)
         with files.open(read) as file:
@@ -280,46 +285,6 @@ def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_siz
         -(-(stop - start) // size) for (start, stop), size in zip(chunks, expected, strict=True)
     )
     assert max(held) <= share + 2 * sum(expected)
-
-
-class Gate:
-    """Gate that blocks requests until it opens, and counts the waiting ones."""
-
-    def __init__(self, store, monkeypatch):
-        self.open = threading.Event()
-        self.asked = threading.Semaphore(0)
-        read = type(store).read_ranges
-
-        def read_ranges(store, path, ranges):
-            if ranges[0][0] >= 0:
-                self.asked.release()
-                assert self.open.wait(30)
-            return read(store, path, ranges)
-
-        monkeypatch.setattr(type(store), "read_ranges", read_ranges)
-
-
-def test_upcoming_ranges_are_prefetched_up_to_the_memory_limit(counted, manifest, monkeypatch):
-    store, requests = counted
-    gate = Gate(store, monkeypatch)
-    parts = [RangeRead(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
-    footer = FooterCache(store).get(parts[0].row_range.file)
-    ((start, stop),) = joined(footer.chunks(0, ["id", "twice"]))
-    monkeypatch.setattr(remote_reads, "AHEAD_BYTES", 3 * (stop - start))
-    requests.take()
-    with RangeFiles(store, manifest.columns) as files:
-        for read in parts[:6]:
-            files.announce(read)
-        for _ in range(3):
-            assert gate.asked.acquire(timeout=30)
-        assert not gate.asked.acquire(timeout=0.2)
-        gate.open.set()
-        for read in parts[:6]:
-            with files.open(read) as file:
-                tables = [table for table, _ in range_tables(file, read, manifest.columns)]
-            assert pa.concat_tables(tables)["twice"][0].as_py() == 2 * ROWS * parts.index(read)
-    # Each range once, besides the footers of both files.
-    assert len([start for _, start, _ in requests.take() if start >= 0]) == 6
 
 
 @pytest.mark.parametrize("reader", READERS)
