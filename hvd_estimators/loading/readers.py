@@ -21,7 +21,7 @@ import pyarrow as pa
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.data.remote_reads import READ_AHEAD, RangeFiles
 from hvd_estimators.data.rows import ROWS, RowTable
@@ -45,8 +45,8 @@ from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per
 from hvd_estimators.loading.shuffle import (
     Batches,
     Chunk,
+    batches_in_memory,
     read_into_memory,
-    shuffle_in_memory,
     stream_batches,
 )
 from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
@@ -309,7 +309,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.transformation = transformation
         self.collate = collate
         self.shuffle_buffer_bytes = shuffle_buffer_size or shuffle.SHUFFLE_BUFFER_BYTES
-        self._cache: dict[RowRange, list[Columns]] = {}
+        self._in_memory: dict[int, Rows] = {}
         self.memory = BufferPool()
         self._lock = threading.Lock()
         self._open: set[OnDemand[Batches] | Prefetch[Batches]] = set()
@@ -347,8 +347,7 @@ class PlannedDataModule(ChunkedDataModule):
         Yields
         ------
         dict
-            Columns of one or more tables of each slice. No dict contains rows of two ranges if the
-            rows are cached.
+            Columns of one or more tables of each slice.
         """
 
     def open_files(self) -> RangeFiles:
@@ -363,7 +362,7 @@ class PlannedDataModule(ChunkedDataModule):
     def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks, pass after pass, each in its own order."""
         start, total = self.skip_train_steps, self.total_train_steps
-        if total is None or (self.shuffle and self.inmemory_cache_all):
+        if total is None or self.inmemory_cache_all:
             yield from self._ahead(self._train_chunks(start), "training rows")
             return
         # Reading ahead ends with the run's last pass.
@@ -374,86 +373,90 @@ class PlannedDataModule(ChunkedDataModule):
 
     def val_chunks(self) -> Iterator[Batches]:
         """Return the validation batches of one pass in chunks, in stored order."""
-        chunks = self._collated(self._val_chunks(), self.val_reader_worker_count, 0)
-        return self._ahead(chunks, "validation rows")
+        return self._ahead(self._val_chunks(), "validation rows")
 
     def _train_chunks(
         self, start: int, stop_pass: int | None = None
     ) -> Generator[Batches, None, None]:
-        sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
-        passes, step = divmod(start, len(sizes))
-        first_row = passes * sizes.total + sizes.before(step)
-        chunks = self._column_chunks(start, stop_pass)
-        return self._collated(chunks, self.train_reader_worker_count, first_row)
-
-    def _column_chunks(self, start: int, stop_pass: int | None) -> Generator[Chunk, None, None]:
         """Yield training chunks from step ``start`` of the run on, up to but without ``stop_pass``.
 
         None never ends.
         """
-        sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
-        first_pass, skip = divmod(start, len(sizes))
-        first_row = first_pass * self.train_plan.rows(self.cur_shard)
-        workers = self.train_reader_worker_count
-        if self.shuffle and self.inmemory_cache_all:
-            chunks = self._chunks_in_memory(sizes, first_pass, first_row)
-        else:
-            passes = self._train_passes(_numbers(first_pass, stop_pass))
-            rngs = (
-                self._rng(number, "rows") if self.shuffle else None
-                for number in _numbers(first_pass, stop_pass)
-            )
-            parts = self._read(passes, workers)
-            chunks = self._chunks(parts, workers, sizes, rngs, first_row)
-        with contextlib.closing(chunks):
-            for chunk in chunks:
-                skipped = min(skip, len(chunk.sizes))
-                skip -= skipped
-                if skipped < len(chunk.sizes):
-                    yield chunk.skip(skipped) if skipped else chunk
+        plan, workers = self.train_plan, self.train_reader_worker_count
+        sizes = plan.batch_sizes([self.cur_shard], self.train_batch_size)
+        first, skip = divmod(start, len(sizes))
+        passes = self._train_passes(_numbers(first, stop_pass))
+        rngs = (
+            self._rng(number, "rows") if self.shuffle else None
+            for number in _numbers(first, stop_pass)
+        )
+        with contextlib.ExitStack() as stack:
+            first_row = first * plan.rows(self.cur_shard)
+            chunks = self._chunks(stack, plan, passes, sizes, rngs, workers, first_row)
+            first_row = first * sizes.total + sizes.before(skip)
+            yield from self._collated(stack, _without_first(chunks, skip), workers, first_row)
+
+    def _val_chunks(self) -> Generator[Batches, None, None]:
+        plan, workers = self.val_plan, self.val_reader_worker_count
+        if plan is None or not plan.rows(self.cur_shard):
+            return
+        passes = iter([one_per_group(plan.shards[self.cur_shard])])
+        with contextlib.ExitStack() as stack:
+            chunks = self._chunks(stack, plan, passes, self._val_sizes(plan), [None], workers, 0)
+            yield from self._collated(stack, chunks, workers, 0)
 
     def _chunks(
         self,
-        parts: Generator[Columns, None, None],
-        workers: int,
+        stack: contextlib.ExitStack,
+        plan: ShardPlan,
+        passes: Iterator[Sequence[InterleaveGroup]],
         sizes: BatchSizes,
         rngs: Iterable[np.random.Generator | None],
-        first_row: int = 0,
-    ) -> Generator[Chunk, None, None]:
-        """Transform rows, shuffle them and cut them into batches, pass after pass.
+        workers: int,
+        first_row: int,
+    ) -> Iterator[Chunk]:
+        """Read, transform, shuffle and batch rows; ``stack`` closes the stages, the last one first.
 
-        Closing it closes all stages, from the last to the first.
+        Parameters
+        ----------
+        stack : contextlib.ExitStack
+            Context of the stages.
+        plan : ShardPlan
+            Plan of all rows of a pass.
+        passes : iterator of sequence of InterleaveGroup
+            The ranges of each pass. Not used if rows are kept in memory.
+        sizes : BatchSizes
+            Rows of each batch of a pass.
+        rngs : iterable of numpy.random.Generator or None
+            See `stream_batches`.
+        workers : int
+            Number of workers.
+        first_row : int
+            Number of rows of the run before the first pass.
         """
-        with (
-            contextlib.closing(parts),
-            contextlib.closing(self._transformed(parts, workers, first_row)) as rows,
-        ):
-            yield from stream_batches(rows, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+        if not self.inmemory_cache_all:
+            parts = stack.enter_context(contextlib.closing(self.read(passes, workers)))
+        else:
+            rows = self._rows_in_memory(plan, workers)
+            if self.transformation is None:
+                return batches_in_memory(rows, sizes, rngs, self.memory)
+            # Transform the rows in each pass, because transformations may be random.
+            some = BatchSizes([len(rows)], -(-len(rows) // _DRAWN_ROWS), _DRAWN_ROWS)
+            rngs, of_passes = itertools.tee(rngs)
+            drawn = batches_in_memory(rows, some, of_passes, self.memory)
+            parts = (chunk.rows.columns() for chunk in drawn)
+            rngs = (None for _ in rngs)
+        transformed = self._transformed(stack, parts, workers, first_row)
+        return stream_batches(transformed, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
-    def _chunks_in_memory(
-        self, sizes: BatchSizes, first_pass: int, first_row: int
-    ) -> Generator[Chunk, None, None]:
-        """Return the training batches; read the files once and shuffle all rows in each pass."""
-        groups = one_per_group(self.train_plan.shards[self.cur_shard])
-        total, workers = self.train_plan.rows(self.cur_shard), self.train_reader_worker_count
-        with contextlib.closing(self.read(iter([groups]), workers)) as parts:
-            rows = read_into_memory(parts, total, self.memory)
-        rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
-        if self.transformation is None:
-            yield from shuffle_in_memory(rows, sizes, rngs, self.memory)
-            return
-        # Transform the rows in each pass, because transformations may be random.
-        some = BatchSizes([total], -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
-        drawn = (chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory))
-        yield from self._chunks(drawn, workers, sizes, itertools.repeat(None), first_row)
-
-    def _val_chunks(self) -> Generator[Chunk, None, None]:
-        if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
-            return
-        passes = iter([one_per_group(self.val_plan.shards[self.cur_shard])])
-        workers = self.val_reader_worker_count
-        sizes = self._val_sizes(self.val_plan)
-        yield from self._chunks(self._read(passes, workers), workers, sizes, [None])
+    def _rows_in_memory(self, plan: ShardPlan, workers: int) -> Rows:
+        """Return all rows of this shard; read them once."""
+        if id(plan) not in self._in_memory:
+            passes = iter([one_per_group(plan.shards[self.cur_shard])])
+            with contextlib.closing(self.read(passes, workers)) as parts:
+                rows = read_into_memory(parts, plan.rows(self.cur_shard), self.memory)
+            self._in_memory[id(plan)] = rows
+        return self._in_memory[id(plan)]
 
     def num_train_batches(self) -> int | None:
         """Return the number of training batches that are left of the run, or None if unknown."""
@@ -498,44 +501,39 @@ class PlannedDataModule(ChunkedDataModule):
             step += 1
 
     def _transformed(
-        self, parts: Iterable[Columns], workers: int, first_row: int
-    ) -> Generator[Columns, None, None]:
-        """Yield transformed parts; ``first_row`` is the number of rows before them in the run."""
+        self, stack: contextlib.ExitStack, parts: Iterator[Columns], workers: int, first_row: int
+    ) -> Iterable[Columns]:
+        """Return transformed parts; see `_chunks`."""
         if self.transformation is None:
-            yield from parts
-            return
+            return parts
         transformed = Transformed(self.transformation)
         if self.reader_pool_type != "process":
-            for part in parts:
-                yield from transformed.parts(part, PART_BYTES)
-            return
+            return itertools.chain.from_iterable(
+                transformed.parts(part, PART_BYTES) for part in parts
+            )
         seed = [self.random_seed, self.cur_shard]
-        with self._pool(self.transformation, workers) as pool:
-            yield from pool.transform(iter(parts), transformed, seed, first_row)
+        pool = stack.enter_context(self._pool(self.transformation, workers))
+        results = pool.transform(parts, transformed, seed, first_row)
+        return stack.enter_context(contextlib.closing(results))
 
     def _collated(
-        self, chunks: Generator[Chunk, None, None], workers: int, first_row: int
-    ) -> Generator[Batches, None, None]:
-        """Make batches of rows, if the user has a function for it; see `_transformed`."""
-        with contextlib.closing(chunks):
-            if self.collate is None:
-                yield from chunks
-                return
-            batches: Iterator[Any] = (
-                columns[ROWS] for chunk in chunks for columns in chunk.batches()
-            )
-            if self.reader_pool_type != "process":
-                yield from map(self.collate, batches)
-                return
+        self, stack: contextlib.ExitStack, chunks: Iterator[Chunk], workers: int, first_row: int
+    ) -> Iterable[Batches]:
+        """Return batches of rows, made by the user's function if there is one; see `_chunks`."""
+        if self.collate is None:
+            return chunks
+        batches: Iterator[Any] = (columns[ROWS] for chunk in chunks for columns in chunk.batches())
+        if self.reader_pool_type != "process":
+            return map(self.collate, batches)
 
-            def pieces() -> Iterator[tuple[RowTable, list[int]]]:
-                position = first_row
-                for rows in batches:
-                    yield rows, [self.random_seed, self.cur_shard, position]
-                    position += len(rows)
+        def pieces() -> Iterator[tuple[RowTable, list[int]]]:
+            position = first_row
+            for rows in batches:
+                yield rows, [self.random_seed, self.cur_shard, position]
+                position += len(rows)
 
-            with self._pool(self.collate, workers) as pool:
-                yield from pool.map(pieces())
+        pool = stack.enter_context(self._pool(self.collate, workers))
+        return stack.enter_context(contextlib.closing(pool.map(pieces())))
 
     @contextlib.contextmanager
     def _pool(self, function: Any, workers: int) -> Iterator[TransformPool]:
@@ -554,23 +552,6 @@ class PlannedDataModule(ChunkedDataModule):
             if not pool.is_closed:
                 with self._lock:
                     idle.append(pool)
-
-    def _read(
-        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
-    ) -> Generator[Columns, None, None]:
-        """Read ranges; if rows are cached, each range once."""
-        if not self.inmemory_cache_all:
-            yield from self.read(passes, workers)
-            return
-        for groups in passes:
-            ranges = [read.row_range for group in groups for read in group]
-            missing = [row_range for row_range in ranges if row_range not in self._cache]
-            with contextlib.closing(self.read(iter([one_per_group(missing)]), workers)) as parts:
-                for row_range in ranges:
-                    if row_range not in self._cache:
-                        self._cache[row_range] = list(_take_rows(parts, row_range.rows))
-                        _make_read_only(self._cache[row_range])
-                    yield from self._cache[row_range]
 
     def _train_passes(self, numbers: Iterable[int]) -> Iterator[Sequence[InterleaveGroup]]:
         ranges = self.train_plan.shards[self.cur_shard]
@@ -598,22 +579,13 @@ def _numbers(first: int, stop: int | None) -> Iterable[int]:
     return itertools.count(first) if stop is None else range(first, stop)
 
 
-def _make_read_only(parts: Iterable[Columns]) -> None:
-    """Make cached arrays read-only, so that a transformation must copy them before editing."""
-    for part in parts:
-        for array in part.values():
-            if isinstance(array, np.ndarray):
-                array.setflags(write=False)
-
-
-def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
-    """Yield parts until they contain a number of rows."""
-    while rows > 0:
-        part = next(parts, None)
-        if part is None:
-            return
-        rows -= num_rows(part)
-        yield part
+def _without_first(chunks: Iterator[Chunk], batches: int) -> Iterator[Chunk]:
+    """Yield chunks without the first batches."""
+    for chunk in chunks:
+        skipped = min(batches, len(chunk.sizes))
+        batches -= skipped
+        if skipped < len(chunk.sizes):
+            yield chunk.skip(skipped) if skipped else chunk
 
 
 class ArrowDataModule(PlannedDataModule):
@@ -640,10 +612,8 @@ class ArrowDataModule(PlannedDataModule):
             for _, alike in itertools.groupby(found, key=lambda table: table.schema):
                 yield table_to_columns(pa.concat_tables(alike), self.columns), False
 
-        # Text can be large, a file's path has its partitions, and a cache holds single ranges.
-        joins = not self.inmemory_cache_all and all(
-            spec.kind not in ("text", "partition", "rows") for spec in self.columns
-        )
+        # Text can be large, and a file's path has its partitions.
+        joins = all(spec.kind not in ("text", "partition", "rows") for spec in self.columns)
         row_bytes = sum(spec.row_bytes for spec in self.columns)
         groups: Iterator[tuple[RangeRun, ...]] = (
             group

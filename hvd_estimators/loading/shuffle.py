@@ -136,13 +136,13 @@ def read_into_memory(
     return rows
 
 
-def shuffle_in_memory(
+def batches_in_memory(
     rows: Rows,
     sizes: Sequence[int],
-    rngs: Iterable[np.random.Generator],
+    rngs: Iterable[np.random.Generator | None],
     memory: BufferPool,
 ) -> Iterator[Chunk]:
-    """Split rows in memory, pass after pass, into uniformly shuffled batches.
+    """Split rows in memory, pass after pass, into batches; with generators, in uniform order.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def shuffle_in_memory(
     num_bytes = rows.row_bytes if isinstance(rows, TableRows) else row_bytes(rows.columns())
     chunks = _ChunkSizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS))
     for rng in rngs:
-        order = rng.permutation(len(rows))
+        order = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
         start = 0
         for chunk in chunks:
             yield Chunk(rows.take(order[start : start + sum(chunk)], memory), chunk)
