@@ -80,8 +80,8 @@ class SparkBackend(Backend):
     verbose : int
         2 or more shows the ranks' output on the driver's standard error, with the rank before each
         line. If the driver reads lines too slowly, some are dropped, and a line reports how many.
-        The executors' logs also contain the first 64 MiB of each rank's output. With a local
-        master, where the driver has these logs, 0 shows nothing.
+        The executors' logs also contain each rank's output. With a local master, where the driver
+        has these logs, 0 shows nothing.
     executable : str, optional
         The Python of the ranks. Default: the Python of the executors' workers.
     stdout, stderr : file-like, optional
@@ -215,11 +215,8 @@ class SparkBackend(Backend):
         ------
         SlotsError
             If it has fewer. With dynamic allocation, executors are requested first.
-        DependencyError
-            If a local session's Python tasks run another Python.
         """
         cluster = current_cluster(self._resources)
-        cluster.check_python()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
 
     def check_horovod(self) -> None:

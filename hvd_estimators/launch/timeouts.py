@@ -81,11 +81,8 @@ EVENT_DRAIN = 1.0
 # Wait for the handler to process the last events, while events still arrive.
 LAST_EVENTS = 60.0
 
-# Message of a commit. The driver's disk may be slow, and a rank may serialize for long.
+# Message of a commit, and the connection for it. The driver's disk may be slow.
 COMMIT_MESSAGE = 120.0
-# Retries of a rank that cannot reach the driver, and the pause between them.
-COMMIT_RETRY = 60.0
-COMMIT_PAUSE = 0.5
 
 # The driver warns of ranks that stay in a stage of the launch for this time; later if its machine
 # is busy, because a rank then starts slowly.

@@ -87,7 +87,8 @@ def split_off_guardian(
     rank = os.fork() if forks_are_safe() else _start_rank(directory, lifeline)
     if rank:
         try:
-            Path(directory, PID_FILE).write_text(str(rank))
+            with contextlib.suppress(OSError):  # the rank may already have filled the disk
+                Path(directory, PID_FILE).write_text(str(rank))
             lifelines = [lifeline] if waiting is None else [lifeline, waiting]
             watched = parent if waiting is None else None
             status = _guard(rank, directory, lifelines, waking, watched, adopts)

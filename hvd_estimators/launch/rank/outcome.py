@@ -201,6 +201,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If the ranks' hosts cannot reach each other.
     GpuError
         If two tasks were assigned the same GPU.
+    StoreError
+        If a machine's disk of temporary files is full.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -211,8 +213,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.report is not None and first.error_type == UnusableHorovodError.__name__:
         raise DependencyError(first.report.headline.removeprefix(f"{first.error_type}: "))
-    for kind in (DependencyError, GpuError, UnreachableError):
-        # The user's function may raise the first two.
+    for kind in (DependencyError, GpuError, StoreError, UnreachableError):
+        # The user's function may raise the others.
         is_reported = first.report is None or kind is UnreachableError
         if first.error_type == kind.__name__ and is_reported:
             raise kind(first.error)

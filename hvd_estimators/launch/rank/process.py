@@ -36,7 +36,7 @@ from hvd_estimators.launch.rank.hang_detection import (
     stall_limit,
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
+from hvd_estimators.launch.rank.output import LineHandler, OutputReader
 from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
@@ -94,14 +94,14 @@ class RankProcess:
         The pickled call, from `pickle_call`.
     env : mapping
         The complete environment of the process.
-    on_lines : callable, optional
-        Called from another thread with batches of printed lines. Long lines are shortened in the
-        middle.
+    on_lines : callable
+        Called from another thread with a stream's name and batches of its lines. Long lines are
+        shortened in the middle.
     executable : str, optional
         The Python executable. Default: the executable of this process.
-    on_error_lines : callable, optional
-        Called with the lines of standard error, which then has its own pipe. The order between the
-        lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
+    separate_streams : bool
+        Whether standard output and standard error have a pipe each. The order between the lines of
+        both is then unknown.
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_called : callable
@@ -115,9 +115,9 @@ class RankProcess:
         host: str,
         call: bytes,
         env: Mapping[str, str],
-        on_lines: LineHandler | None = None,
+        on_lines: LineHandler = lambda stream, lines: None,
         executable: str | None = None,
-        on_error_lines: LineHandler | None = None,
+        separate_streams: bool = False,
         warm: WarmStart | None = None,
         on_called: Callable[[], None] = lambda: None,
     ) -> None:
@@ -129,7 +129,7 @@ class RankProcess:
         self._hangs = HangWatch(hang_limit(env), 4 * _LOOK_SECONDS)
         self._next_look = 0.0
         self._on_lines = on_lines
-        self._on_error_lines = on_error_lines
+        self._streams = ("stdout", "stderr") if separate_streams else ("",)
         self._executable = executable or sys.executable
         self._warm = warm
         self._is_called = False
@@ -223,30 +223,25 @@ class RankProcess:
             self._on_called()
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
-        handlers = {"output": self._on_lines}
-        if self._on_error_lines is not None:
-            handlers["errors"] = self._on_error_lines
-        pipes = {name: os.pipe() for name in handlers}
-        self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes.values()]
-        files = {name: writing for name, (_, writing) in pipes.items()}
+        pipes = [os.pipe() for _ in self._streams]
+        self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes]
+        output, errors = pipes[0][1], pipes[-1][1]
         try:
             if self._warm is not None:
-                given = {"call": call.fileno(), "lifeline": lifeline, **files}
-                self._process = self._warm.fork(self._executable, self._env, self._directory, given)
+                files = [call.fileno(), lifeline, output, errors]
+                self._process = self._warm.fork(self._executable, self._env, self._directory, files)
             if self._process is None:
-                self._start_fresh(lifeline, call, files["output"], files.get("errors"))
+                self._start_fresh(lifeline, call, output, errors)
         finally:
-            for writing in files.values():
+            for _, writing in pipes:
                 os.close(writing)
             if self._process is None:
                 self._close_pipes()
         if self._process is not None:
-            self._output = OutputReader(
-                {pipes[name][0]: on_lines for name, on_lines in handlers.items()},
-                log_filter(self._env),
-            )
+            names = {reading: name for (reading, _), name in zip(pipes, self._streams, strict=True)}
+            self._output = OutputReader(names, self._on_lines)
 
-    def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
+    def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int) -> None:
         command = python_module("hvd_estimators.launch.rank.worker", self._executable)
         try:
             self._process = subprocess.Popen(
@@ -255,7 +250,7 @@ class RankProcess:
                 # The worker reads its standard input and then replaces it by the null device.
                 stdin=call,
                 stdout=output,
-                stderr=output if errors is None else errors,
+                stderr=errors,
                 pass_fds=(lifeline,),
                 start_new_session=True,
             )

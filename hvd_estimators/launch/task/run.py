@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
+from hvd_estimators.exceptions import (
+    DependencyError,
+    GpuError,
+    ResultsError,
+    StoreError,
+    UnreachableError,
+)
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import RankOutcome
@@ -125,7 +131,7 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     task, host = context.partitionId(), socket.gethostname()
     try:
         outcome = _run_rank(context, job)
-    except (DependencyError, GpuError, UnreachableError) as error:
+    except (DependencyError, GpuError, StoreError, UnreachableError) as error:
         kind = type(error).__name__
         outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
     except PeerLostError as error:
@@ -216,7 +222,8 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
                 addresses[task],
                 client,
                 gpu_variables(context, job, slot),
-                (output.on_lines, output.on_error_lines),
+                output.handle,
+                separate_streams=job.separate_streams,
                 on_called=functools.partial(output.report, report(Stage.FUNCTION)),
             ) as process,
         ):

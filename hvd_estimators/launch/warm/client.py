@@ -233,7 +233,7 @@ class WarmStart:
         executable: str,
         env: Mapping[str, str],
         directory: str,
-        files: Mapping[str, int],
+        files: Sequence[int],
     ) -> ForkedRank | None:
         """Start a rank; on failure, log a warning and return None.
 
@@ -245,9 +245,8 @@ class WarmStart:
             The rank's environment.
         directory : str
             The rank's directory, the argument of its main program.
-        files : mapping
-            Descriptors: the ``call`` to read, the ``output`` to write to, the ``lifeline``, and
-            optionally ``errors`` for standard error. Default: standard error goes to ``output``.
+        files : sequence of int
+            Descriptors: the call to read, the lifeline, standard output and standard error.
         """
         try:
             return self._fork(executable, env, directory, files)
@@ -260,7 +259,7 @@ class WarmStart:
             return None
 
     def _fork(
-        self, executable: str, env: Mapping[str, str], directory: str, files: Mapping[str, int]
+        self, executable: str, env: Mapping[str, str], directory: str, files: Sequence[int]
     ) -> ForkedRank:
         cwd = os.getcwd()
         spec = {"env": dict(env), "cwd": cwd, "umask": _umask(), "directory": directory}
@@ -277,9 +276,7 @@ class WarmStart:
                     if greeting != HELLO:
                         raise EOFError(greeting.decode(errors="replace") or "it has ended")
                     connection.settimeout(ANSWER_SECONDS)
-                    given = [files[name] for name in ("call", "lifeline", "output")]
-                    descriptors = [written, *given, files.get("errors", files["output"])]
-                    socket.send_fds(connection, [b"fork"], descriptors)
+                    socket.send_fds(connection, [b"fork"], [written, *files])
                     answer = connection.recv(4096)
                     # A signal to process 0 would reach this process and its group.
                     if not answer.isdigit() or int(answer) < 2:
