@@ -41,7 +41,6 @@ from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
-    check_run_arguments,
     environment_given,
     whole_number,
 )
@@ -129,10 +128,8 @@ class LocalBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
-        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
-        check_run_arguments(self.run, unknown)
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None

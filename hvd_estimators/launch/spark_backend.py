@@ -28,7 +28,6 @@ from hvd_estimators.launch.cluster.jobs import (
     barrier_job,
     importing,
     interruptible,
-    waits_its_turn,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.horovod_build import require_patches
@@ -48,7 +47,6 @@ from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcom
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
-    check_run_arguments,
     environment_given,
     interface_names,
     seconds_given,
@@ -265,10 +263,8 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
-        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
-        check_run_arguments(self.run, unknown)
         environment_given(env or {})
         # Report errors of the call before waiting for executors.
         return self._launch(pickle_call(*call_of(fn, args, kwargs)), env, on_event)
@@ -364,15 +360,11 @@ class SparkBackend(Backend):
         ask_to_stop: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
-
-        def running_tasks() -> dict[int, str] | None:
-            tasks = cluster.running_tasks(tag)
-            return None if not tasks and waits_its_turn(cluster, tag, num_proc) else tasks
-
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
             if watch is not None:
-                stack.enter_context(watch.with_running_tasks(running_tasks))
+                running = functools.partial(cluster.running_tasks, tag)
+                stack.enter_context(watch.with_running_tasks(running))
             if ask_to_stop is not None:
                 stack.enter_context(watching_executors(cluster, tag, ask_to_stop))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

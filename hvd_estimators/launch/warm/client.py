@@ -3,7 +3,7 @@
 A warm process belongs to a Spark executor's Python, or to a process that uses `LocalBackend`. It
 ends with its owner, or a minute after its last rank. Clients find it by a socket in a directory
 that only this user can access. The socket's name contains the owner and a digest of everything that
-may affect imports: Python, environment, working directory, limits and modules.
+may affect imports: Python, environment, working directory and modules.
 
 The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, see
 `has_warm_start_calls`. If anything fails, the rank starts in a fresh process.
@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import resource
 import select
 import socket
 import struct
@@ -46,7 +45,7 @@ _IDLE_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 """Maximum seconds for answers that require at most a fork."""
 
-HELLO, STALE, GO = b"hello", b"stale", b"go"
+HELLO, GO = b"hello", b"go"
 """Messages between warm process and client."""
 
 # Imports from a slow disk take long.
@@ -262,32 +261,24 @@ class WarmStart:
         self, executable: str, env: Mapping[str, str], directory: str, files: Sequence[int]
     ) -> ForkedRank:
         cwd = os.getcwd()
-        spec = {"env": dict(env), "cwd": cwd, "umask": _umask(), "directory": directory}
+        spec = {"env": dict(env), "cwd": cwd, "directory": directory}
         name = self._name(executable, env, cwd)
-        with sockets_folder() as folder, _sent(spec) as written:
-            for is_last in (False, True):
-                connection = self._connect(folder, name, executable, env)
-                try:
-                    connection.settimeout(_IMPORT_SECONDS)
-                    greeting = connection.recv(4096)
-                    if greeting == STALE and not is_last:
-                        connection.close()
-                        continue
-                    if greeting != HELLO:
-                        raise EOFError(greeting.decode(errors="replace") or "it has ended")
-                    connection.settimeout(ANSWER_SECONDS)
-                    socket.send_fds(connection, [b"fork"], [written, *files])
-                    answer = connection.recv(4096)
-                    # A signal to process 0 would reach this process and its group.
-                    if not answer.isdigit() or int(answer) < 2:
-                        raise EOFError(answer.decode(errors="replace") or "it has ended")
-                    # The fork waits for this message, so that an abandoned rank never starts.
-                    connection.send(GO)
-                    return ForkedRank(int(answer), connection)
-                except BaseException:
-                    connection.close()
-                    raise
-        raise EOFError("modules keep changing")
+        with sockets_folder() as folder, _sent(spec) as written, contextlib.ExitStack() as stack:
+            connection = stack.enter_context(self._connect(folder, name, executable, env))
+            connection.settimeout(_IMPORT_SECONDS)
+            greeting = connection.recv(4096)
+            if greeting != HELLO:
+                raise EOFError(greeting.decode(errors="replace") or "it has ended")
+            connection.settimeout(ANSWER_SECONDS)
+            socket.send_fds(connection, [b"fork"], [written, *files])
+            answer = connection.recv(4096)
+            # A signal to process 0 would reach this process and its group.
+            if not answer.isdigit() or int(answer) < 2:
+                raise EOFError(answer.decode(errors="replace") or "it has ended")
+            # The fork waits for this message, so that an abandoned rank never starts.
+            connection.send(GO)
+            stack.pop_all()
+            return ForkedRank(int(answer), connection)
 
     def _connect(
         self, folder: int, name: str, executable: str, env: Mapping[str, str]
@@ -319,8 +310,6 @@ class WarmStart:
                 stack.callback(os.close, watched[-1])
             if self._owner_name() != name.rpartition("-")[0]:
                 raise ProcessLookupError("its owner has ended")
-            printed = os.memfd_create("hvd-estimators-warm-output")
-            stack.callback(os.close, printed)
             command = python_module("hvd_estimators.launch.rank.worker", executable)
             settings = {
                 "listening": listening.fileno(),
@@ -334,8 +323,8 @@ class WarmStart:
                 [*command, "--warm", json.dumps(settings)],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=(listening.fileno(), folder, *watched),
                 start_new_session=True,
             )
@@ -364,12 +353,7 @@ class WarmStart:
         return f"{self.owners[0]}.{process_stat(self.owners[0]).started}"
 
     def _name(self, executable: str, env: Mapping[str, str], cwd: str) -> str:
-        limits = [
-            resource.getrlimit(getattr(resource, name))
-            for name in dir(resource)
-            if name.startswith("RLIMIT_")
-        ]
-        facts = [executable, sorted(warm_environment(env).items()), cwd, limits]
+        facts = [executable, sorted(warm_environment(env).items()), cwd]
         document = json.dumps([*facts, list(self.modules), list(self.owners), self.idle_seconds])
         digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).hexdigest()
         return f"{self._owner_name()}-{digest[:32]}"
@@ -385,11 +369,3 @@ def _sent(spec: Mapping[str, object]) -> Iterator[int]:
         yield written
     finally:
         os.close(written)
-
-
-def _umask() -> int:
-    """Return this process's umask without setting it, which would affect other threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
