@@ -26,14 +26,11 @@ from hvd_estimators.launch.rank.directory import make_rank_folder
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.hang_detection import (
-    HangWatch,
     StallWatch,
-    hang_limit,
     is_stopped,
     read_progress,
     read_stack,
     stall_environment,
-    stall_limit,
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader
@@ -125,8 +122,7 @@ class RankProcess:
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}
-        self._stalls = StallWatch(stall_limit(env), 4 * _LOOK_SECONDS)
-        self._hangs = HangWatch(hang_limit(env), 4 * _LOOK_SECONDS)
+        self._stalls = StallWatch(env, 4 * _LOOK_SECONDS)
         self._next_look = 0.0
         self._on_lines = on_lines
         self._streams = ("stdout", "stderr") if separate_streams else ("",)
@@ -174,8 +170,8 @@ class RankProcess:
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
-        stopped = self._stalls.update(any(map(is_stopped, pids)), now)
-        return stopped or self._hangs.update(read_progress(self._directory), now)
+        mark = read_progress(self._directory)
+        return self._stalls.update(any(map(is_stopped, pids)), mark, now)
 
     @property
     def waits_in(self) -> str:
