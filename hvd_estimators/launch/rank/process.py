@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import cloudpickle
 
@@ -34,7 +34,7 @@ from hvd_estimators.launch.rank.hang_detection import (
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader
-from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
+from hvd_estimators.launch.rank.worker import CALLED_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
@@ -141,10 +141,11 @@ class RankProcess:
         # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
-            with memory_file() as call:
-                call.write(self._call)
-                call.seek(0)
-                self._start(reading, call)
+            # The rank reads the call from it, and writes its outcome to it.
+            self._file = memory_file()
+            self._file.write(self._call)
+            self._file.seek(0)
+            self._start(reading)
         except BaseException:
             self._end()
             raise
@@ -203,13 +204,14 @@ class RankProcess:
         ended_at = time.time()
         self._report_call()
         self._kill()
-        path = Path(self._directory) / OUTCOME_FILE
-        if not path.exists():
+        self._file.seek(len(self._call))
+        try:
+            raised_at, kind, value = pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError):  # it has not written all of it, or nothing
             how = "killed" if signal_of(status) else "exit"
             return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
-        kind, value = pickle.loads(path.read_bytes())
         if kind == "error":
-            failure = self._failure(value.error_type, value.full_traceback, path.stat().st_mtime)
+            failure = self._failure(value.error_type, value.traceback, raised_at)
             return replace(failure, report=value)
         return RankOutcome(self.rank, self.host, value, ended_at=ended_at)
 
@@ -218,16 +220,16 @@ class RankProcess:
             self._is_called = True
             self._on_called()
 
-    def _start(self, lifeline: int, call: IO[bytes]) -> None:
+    def _start(self, lifeline: int) -> None:
         pipes = [os.pipe() for _ in self._streams]
         self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes]
         output, errors = pipes[0][1], pipes[-1][1]
         try:
             if self._warm is not None:
-                files = [call.fileno(), lifeline, output, errors]
+                files = [self._file.fileno(), lifeline, output, errors]
                 self._process = self._warm.fork(self._executable, self._env, self._directory, files)
             if self._process is None:
-                self._start_fresh(lifeline, call, output, errors)
+                self._start_fresh(lifeline, output, errors)
         finally:
             for _, writing in pipes:
                 os.close(writing)
@@ -237,14 +239,14 @@ class RankProcess:
             names = {reading: name for (reading, _), name in zip(pipes, self._streams, strict=True)}
             self._output = OutputReader(names, self._on_lines)
 
-    def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int) -> None:
+    def _start_fresh(self, lifeline: int, output: int, errors: int) -> None:
         command = python_module("hvd_estimators.launch.rank.worker", self._executable)
         try:
             self._process = subprocess.Popen(
                 [*command, self._directory, str(lifeline)],
                 env=self._env,
                 # The worker reads its standard input and then replaces it by the null device.
-                stdin=call,
+                stdin=self._file,
                 stdout=output,
                 stderr=errors,
                 pass_fds=(lifeline,),
@@ -293,6 +295,7 @@ class RankProcess:
 
     def _end(self) -> None:
         self._kill()
+        self._file.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

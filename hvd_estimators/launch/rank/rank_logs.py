@@ -110,7 +110,7 @@ class RankLog:
         """Add a line with the rank's end, and the traceback of its exception."""
         lines = []
         if outcome.report is not None:
-            lines = outcome.report.full_traceback.splitlines(keepends=True)
+            lines = outcome.report.traceback.splitlines(keepends=True)
         how = f"failed: {outcome.headline}" if outcome.failed else "has ended"
         self.add([*lines, f"[rank {outcome.rank} on {outcome.host} {how}]\n"])
 

@@ -67,10 +67,10 @@ class TaskOutput:
         self._reporting.start()
 
     def log_error(self, outcome: RankOutcome) -> None:
-        """Write the full traceback of a rank's exception to its log, and a remote executor's."""
+        """Write the traceback of a rank's exception to its log, and a remote executor's."""
         self._rank_log.add_outcome(outcome)
         if outcome.report is not None and not self._job.one_machine:
-            lines = outcome.report.full_traceback.splitlines(keepends=True)
+            lines = outcome.report.traceback.splitlines(keepends=True)
             sys.stderr.write(self._marked(lines))
 
     def __exit__(self, *exc_info: object) -> None:
