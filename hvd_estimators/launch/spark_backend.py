@@ -43,7 +43,7 @@ from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.job import Job
-from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.run import MOST_BYTES, OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
@@ -301,7 +301,7 @@ class SparkBackend(Backend):
             job = replace(
                 self._job(cluster, modules, env),
                 call=call,
-                max_bytes=cluster.collectable_bytes() // num_proc,
+                max_bytes=min(cluster.collectable_bytes() // num_proc, MOST_BYTES),
                 secret=new_secret(),
                 service=service.address,
                 versions=cluster.installed_versions(),
