@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -35,8 +34,6 @@ _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled":
 
 _OWN = str(Path(__file__).parents[2])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Horovod's messages for mismatched calls.
-_MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 
 
 class UnusableHorovodError(DependencyError):
@@ -71,11 +68,10 @@ class ErrorReport:
 def is_transient(error: BaseException) -> bool:
     """Return whether an exception has a cause outside this rank, such as the end of another rank.
 
-    Horovod raises the same error if the ranks' calls do not match, which would recur.
+    Horovod's own error has no flag, and this process need not have Horovod.
     """
-    if type(error).__name__ == "HorovodInternalError":
-        return _MISMATCH.search(str(error)) is None
-    return bool(getattr(error, "is_transient", False))
+    is_of_horovod = type(error).__name__ == "HorovodInternalError"
+    return is_of_horovod or bool(getattr(error, "is_transient", False))
 
 
 def report_error(error: BaseException) -> ErrorReport:

@@ -194,14 +194,6 @@ class Channel:
         except (TypeError, ValueError) as error:
             raise ConnectionError(f"{self.peer} sent no message: {error}") from error
 
-    def is_readable(self, seconds: float) -> bool:
-        """Return whether a message begins, or the connection ends, within some seconds."""
-        poller = select.poll()
-        with contextlib.suppress(ValueError):  # closed
-            poller.register(self._connection, select.POLLIN)
-            return bool(poller.poll(seconds * 1000))
-        return True
-
     def __enter__(self) -> Self:
         return self
 
