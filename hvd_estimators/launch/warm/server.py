@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators.launch.warm.client import GO, HELLO
+from hvd_estimators.launch.warm.client import END, FORK, GO, HELLO, peer_of
 
 NAME = "hvd-warm"
 """Name of the process in ``ps`` and ``top``."""
@@ -37,7 +36,6 @@ _LOOK_SECONDS = 5.0
 # jemalloc restarts its thread in a fork.
 _SURVIVORS = {"jemalloc_bg_thd"}
 _NAME_FILE = Path("/proc/self/comm")
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
     ----------
     settings : mapping
         Parameters from `hvd_estimators.launch.warm.client.WarmStart`: descriptors of the listening
-        socket, of its directory and of the owners; the socket's name; modules; idle seconds.
+        socket and of the owners; modules; idle seconds.
     """
     if os.fork():
         os._exit(0)
@@ -84,10 +82,8 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
     except BaseException:
-        server.end()
         os._exit(1)
     if rank is None:
-        server.end()
         os._exit(0)
     _NAME_FILE.write_text(own_name)
     return rank
@@ -96,12 +92,10 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
 class _Server:
     def __init__(self, listening: socket.socket, settings: Mapping[str, Any]) -> None:
         self._listening = listening
-        self._folder: int = settings["folder"]
-        self._name: str = settings["name"]
         self._watched: list[int] = settings["watched"]
         self._idle_seconds: float = settings["idle_seconds"]
-        self._inode = os.stat(self._name, dir_fd=self._folder).st_ino
         self._refusal = b""
+        self._is_ending = False
 
     def prepare(self, modules: list[str]) -> None:
         """Import modules, and check that they have left no threads."""
@@ -124,7 +118,7 @@ class _Server:
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
         last_use = time.monotonic()
-        while time.monotonic() - last_use < self._idle_seconds and self._is_listed():
+        while time.monotonic() - last_use < self._idle_seconds and not self._is_ending:
             seconds = min(_LOOK_SECONDS, self._idle_seconds)
             ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
             if _has_children():
@@ -141,33 +135,20 @@ class _Server:
             last_use = time.monotonic()
         return None
 
-    def end(self) -> None:
-        """Delete the socket, so that no further clients find this process."""
-        if self._is_listed():
-            with contextlib.suppress(OSError):
-                os.unlink(self._name, dir_fd=self._folder)
-
-    def _is_listed(self) -> bool:
-        """Return whether the socket still exists and has not been replaced by a newer process."""
-        with contextlib.suppress(OSError):
-            return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
-        return False
-
     def _answer(self, connection: socket.socket) -> ForkSpec | None:
-        pid, uid, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        if uid != os.getuid():
+        pid, user = peer_of(connection)
+        if user != os.getuid():
             return None
         connection.settimeout(_REQUEST_SECONDS)
         connection.send(self._refusal or HELLO)
         if self._refusal:
             return None
         message, descriptors, _, _ = socket.recv_fds(connection, 16, 5)
+        self._is_ending = message == END
         try:
             parent = os.pidfd_open(pid)
             descriptors.append(parent)
-            forked = os.fork() if message == b"fork" and len(descriptors) == 6 else -1
+            forked = os.fork() if message == FORK and len(descriptors) == 6 else -1
         except BaseException:
             _close(descriptors)
             raise
@@ -203,7 +184,7 @@ class _Server:
             stream.flush()
         for source, target in ((call, 0), (output, 1), (errors, 2)):
             os.dup2(source, target)
-        _close([call, output, errors, self._folder, *self._watched])
+        _close([call, output, errors, *self._watched])
         self._listening.close()
         _be_fresh(spec, lifeline)
         report = socket.socket(fileno=os.dup(connection.fileno()))
