@@ -220,8 +220,9 @@ def parent_of(
                 address_of(rank),
                 client,
                 {},
-                (lambda lines: sys.stderr.writelines(lines), None),
-                on_stage=lambda stage: None,
+                lambda stream, lines: sys.stderr.writelines(lines),
+                separate_streams=False,
+                on_called=lambda: None,
             )
         )
         (outcome,) = supervise([process], client.failure)

@@ -14,6 +14,10 @@ import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 
 @dataclass(frozen=True)
@@ -74,66 +78,27 @@ def _stat_of_psutil(pid: int) -> ProcessStat:
         raise PermissionError(f"no access to process {pid}") from error
 
 
-def descendants(ancestor: int) -> dict[int, str]:
-    """Return the IDs of all descendants of a process, and when they started."""
-    if not _has_proc():
-        import psutil
-
-        try:
-            found = psutil.Process(ancestor).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return {}
-        pids = [process.pid for process in found]
-        return {pid: stat.started for pid in pids if (stat := _stat_or_none(pid))}
-    children: dict[int, dict[int, str]] = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        stat = _stat_or_none(pid)
-        if stat is not None:
-            children.setdefault(stat.parent, {})[pid] = stat.started
-    all_of_them: dict[int, str] = {}
-    latest = children.get(ancestor, {})
-    while latest:
-        all_of_them |= latest
-        latest = {
-            pid: started
-            for parent in latest
-            for pid, started in children.get(parent, {}).items()
-            if pid not in all_of_them
-        }
-    return all_of_them
-
-
-def related_processes(variable: str, value: str) -> dict[int, str]:
+def related_processes(variable: str, value: str) -> list[psutil.Process]:
     """Return the processes that an environment variable or the session relates to this one.
+
+    Processes of this session are included only if this process leads it.
 
     Parameters
     ----------
     variable, value : str
         The variable, and its value in processes that descend from this one. A system may hide the
         variables of some programs.
-
-    Returns
-    -------
-    dict
-        IDs of processes, and when they started. Processes of this session are included only if this
-        process leads it.
     """
     import psutil
 
-    own, related = os.getpid(), {}
+    own, related = os.getpid(), []
     is_leader = os.getsid(0) == own
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
             in_session = is_leader and os.getsid(process.pid) == own
             if process.pid != own and (in_session or process.environ().get(variable) == value):
-                related[process.pid] = process_stat(process.pid).started
+                related.append(process)
     return related
-
-
-def _stat_or_none(pid: int) -> ProcessStat | None:
-    with contextlib.suppress(OSError):
-        return process_stat(pid)
-    return None
 
 
 @functools.cache

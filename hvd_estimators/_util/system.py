@@ -39,6 +39,13 @@ def memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+def reading_end(descriptor: int) -> int | None:
+    """Open the reading end of a pipe to which this process writes; None if the system cannot."""
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+    return None
+
+
 def signal_of(status: int) -> str:
     """Return the name of the signal that ended a process; empty if it exited normally.
 

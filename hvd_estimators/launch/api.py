@@ -315,8 +315,7 @@ def run_elastic(
         ``HOROVOD_ELASTIC_TIMEOUT`` or 600.
     reset_limit : int, optional
         Maximum number of relaunches. Default: no limit, but four launches in a row without progress
-        are the last. A launch has no progress if it ends before a commit. It also has none if it
-        ends after one commit with the same exception as the launch before.
+        are the last. A launch has no progress if it ends before a commit.
     env, stdout, stderr, verbose, nics, prefix_output_with_timestamp
         As for `run`.
     min_np, max_np : int, optional

@@ -27,7 +27,7 @@ from hvd_estimators.launch.rank.environment import (
     reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
-from hvd_estimators.launch.rank.output import Relay
+from hvd_estimators.launch.rank.output import LineHandler, Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.rank_logs import RankLog, current_rank_logs
 from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
@@ -41,7 +41,6 @@ from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
-    check_run_arguments,
     environment_given,
     whole_number,
 )
@@ -129,10 +128,8 @@ class LocalBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
-        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
-        check_run_arguments(self.run, unknown)
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
@@ -148,10 +145,7 @@ class LocalBackend(Backend):
         with contextlib.ExitStack() as stack:
             service = stack.enter_context(DriverService(self.driver_host(), self._num_proc))
             stack.enter_context(receive_events(service, handler))
-            relays = [
-                stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
-                for slot in slots
-            ]
+            relays = [stack.enter_context(Relay(_shown_by(handler, slot.rank))) for slot in slots]
             rank_logs = current_rank_logs()
             logs = [stack.enter_context(RankLog(rank_logs, slot.rank)) for slot in slots]
             stack.enter_context(watch)
@@ -167,13 +161,19 @@ class LocalBackend(Backend):
             given = {**os.environ, **self._env, **(env or {})}
 
             def start(slot: SlotInfo, relay: Relay, log: RankLog) -> RankProcess:
-                on_lines, on_error_lines = self._outlets.line_handlers(relay.put)
+                def handle(stream: str, lines: list[str]) -> None:
+                    log.add(lines)
+                    # A slow file then holds up one line at the end, not a whole batch.
+                    for line in lines if stream in self._outlets.streams else ():
+                        relay.put(stream, [line])
+
                 rank = launcher.start(
                     slot,
                     LOOPBACK,
                     LocalRendezvousClient(store, slot.rank),
                     rank_gpus([], [], slot.local_rank, slot.local_size, given),
-                    (log.tee(on_lines), on_error_lines and log.tee(on_error_lines)),
+                    handle,
+                    separate_streams=self._outlets.are_separate,
                     on_called=functools.partial(watch.record_rank, slot.rank),
                 )
                 return stack.enter_context(rank)
@@ -197,9 +197,9 @@ class LocalBackend(Backend):
         )
 
 
-def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]]], None]:
-    def show(lines: Sequence[tuple[str, str]]) -> None:
-        for stream, line in lines:
+def _shown_by(handler: Handler, rank: int) -> LineHandler:
+    def show(stream: str, lines: Sequence[str]) -> None:
+        for line in lines:
             handler(RankOutput(rank, line, stream))
 
     return show

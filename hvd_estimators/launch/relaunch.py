@@ -110,25 +110,30 @@ class RelaunchLoop(abc.ABC):
                 current = self._for_slots(backend, current)
 
     def _for_slots(self, first: Backend, before: Backend) -> Backend:
-        """Wait for enough task slots, and return a backend with as many ranks as fit."""
-        ranks, least = first.num_processes(), self._fewest(first)
-        most = ranks if self._most is None else self._most
+        """Wait for enough task slots, and return a backend with as many ranks as fit.
+
+        If slots were lost, waits for a moment for replacements. A warning reports a longer wait.
+        """
         if first.task_slots() is None:
             return first
-        slots = await_relaunch_slots(
-            self.failures[-1],
-            lambda: first.task_slots() or 0,
-            least,
-            before.num_processes(),
-            self._deadline,
-        )
-        if slots < least:
-            raise self._too_few(first, available(slots)) from self.failures[-1]
-        number = min(slots, most)
-        resized = first if number == ranks else first.resized(number)
-        if resized is None:
-            raise self._too_few(first, available(slots)) from self.failures[-1]
-        return resized
+        least, settled = self._fewest(first), time.monotonic() + _RETURN_SECONDS
+        is_reported = False
+        while True:
+            slots, now = first.task_slots() or 0, time.monotonic()
+            if slots >= least and (slots >= before.num_processes() or now > settled):
+                break
+            if now > self._deadline:
+                raise self._too_few(first, available(slots)) from self.failures[-1]
+            if now > settled and not is_reported:
+                is_reported = True
+                logger.warning(
+                    "%s Waiting up to %.0f s for %d task slots to launch ranks again: %s.",
+                    *(summary(self.failures[-1]), self._deadline - now, least, available(slots)),
+                )
+            time.sleep(_POLL_SECONDS)
+        ranks = first.num_processes()
+        number = min(slots, self._most or ranks)
+        return first if number == ranks else first.resized(number) or first
 
     def _fewest(self, first: Backend) -> int:
         """Return the minimum number of ranks; the first number if the backend has no other."""
@@ -137,8 +142,11 @@ class RelaunchLoop(abc.ABC):
         return ranks if least < ranks and first.resized(least) is None else least
 
     def _too_few(self, first: Backend, reason: str) -> SlotsError:
-        limit = f"{self._timeout:g} s ({self._setting})"
-        return too_few_slots(self.failures, self._fewest(first), limit, reason)
+        return SlotsError(
+            f"{summary(self.failures[-1])} A relaunch needs {self._fewest(first)} task slots "
+            f"(min_num_proc), which were not free within {self._timeout:g} s ({self._setting}): "
+            f"{reason}. The ranks had been launched again {len(self.failures) - 1} times."
+        )
 
 
 class ElasticLaunches(RelaunchLoop):
@@ -175,10 +183,7 @@ class ElasticLaunches(RelaunchLoop):
 
     def reason_to_end(self, error: WorkerFailedError) -> str | None:
         """Return why no relaunch may follow: the limit, or several launches without a commit."""
-        commits = self._commits.count - self._before
-        last = self.failures[-1] if self.failures else None
-        is_alike = last is not None and error.error_type and error.error_type == last.error_type
-        self._fruitless = self._fruitless + 1 if commits <= (1 if is_alike else 0) else 0
+        self._fruitless = self._fruitless + 1 if self._commits.count == self._before else 0
         if self._limit is not None and len(self.failures) >= self._limit:
             return f", and reset_limit={self._limit} allows no more"
         if self._limit is None and self._fruitless >= _MOST_FRUITLESS:
@@ -197,52 +202,6 @@ class ElasticLaunches(RelaunchLoop):
         )
 
 
-def await_relaunch_slots(
-    failure: WorkerFailedError,
-    count: Callable[[], int],
-    least: int,
-    before: int,
-    deadline: float,
-) -> int:
-    """Wait until there are enough slots to relaunch ranks.
-
-    If slots were lost, waits for a moment for replacements. A warning reports a longer wait.
-
-    Parameters
-    ----------
-    failure : WorkerFailedError
-        The failure that requires the relaunch.
-    count : callable
-        Returns the number of task slots.
-    least : int
-        Minimum number of ranks.
-    before : int
-        Number of ranks that were lost.
-    deadline : float
-        Time, by `time.monotonic`, until which to wait for ``least`` slots.
-
-    Returns
-    -------
-    int
-        Task slots; fewer than ``least`` if there were never enough.
-    """
-    settled = time.monotonic() + _RETURN_SECONDS
-    is_reported = False
-    while True:
-        slots, now = count(), time.monotonic()
-        if slots >= least and (slots >= before or now > settled):
-            return slots
-        if now > deadline:
-            return slots
-        if now > settled and not is_reported:
-            is_reported = True
-            logger.warning(
-                "%s Waiting up to %.0f s for %d task slots to launch ranks again: %s.",
-                *(summary(failure), deadline - now, least, available(slots)),
-            )
-        time.sleep(_POLL_SECONDS)
-
-
 def available(slots: int) -> str:
     """Return a clause about the task slots that a cluster has."""
     if slots:
@@ -250,29 +209,6 @@ def available(slots: int) -> str:
     return (
         "the cluster has none. A Spark master that was restarted without recovery "
         "(spark.deploy.recoveryMode) has lost this application; in that case start a new one"
-    )
-
-
-def too_few_slots(
-    failures: Sequence[WorkerFailedError], least: int, limit: str, reason: str
-) -> SlotsError:
-    """Return the error of a relaunch that has too few task slots.
-
-    Parameters
-    ----------
-    failures : sequence of WorkerFailedError
-        Errors of the launches so far.
-    least : int
-        Minimum number of ranks.
-    limit : str
-        The time limit, and its setting.
-    reason : str
-        Clause about the task slots that there are.
-    """
-    return SlotsError(
-        f"{summary(failures[-1])} A relaunch needs {least} task slots (min_num_proc), which were "
-        f"not free within {limit}: {reason}. The ranks had been launched again "
-        f"{len(failures) - 1} times."
     )
 
 

@@ -28,7 +28,6 @@ from hvd_estimators.launch.cluster.jobs import (
     barrier_job,
     importing,
     interruptible,
-    waits_its_turn,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.horovod_build import require_patches
@@ -44,11 +43,10 @@ from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.job import Job
-from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.run import MOST_BYTES, OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
-    check_run_arguments,
     environment_given,
     interface_names,
     seconds_given,
@@ -80,8 +78,8 @@ class SparkBackend(Backend):
     verbose : int
         2 or more shows the ranks' output on the driver's standard error, with the rank before each
         line. If the driver reads lines too slowly, some are dropped, and a line reports how many.
-        The executors' logs also contain the first 64 MiB of each rank's output. With a local
-        master, where the driver has these logs, 0 shows nothing.
+        The executors' logs also contain each rank's output. With a local master, where the driver
+        has these logs, 0 shows nothing.
     executable : str, optional
         The Python of the ranks. Default: the Python of the executors' workers.
     stdout, stderr : file-like, optional
@@ -215,11 +213,8 @@ class SparkBackend(Backend):
         ------
         SlotsError
             If it has fewer. With dynamic allocation, executors are requested first.
-        DependencyError
-            If a local session's Python tasks run another Python.
         """
         cluster = current_cluster(self._resources)
-        cluster.check_python()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
 
     def check_horovod(self) -> None:
@@ -268,10 +263,8 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
-        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
-        check_run_arguments(self.run, unknown)
         environment_given(env or {})
         # Report errors of the call before waiting for executors.
         return self._launch(pickle_call(*call_of(fn, args, kwargs)), env, on_event)
@@ -308,7 +301,7 @@ class SparkBackend(Backend):
             job = replace(
                 self._job(cluster, modules, env),
                 call=call,
-                max_bytes=cluster.collectable_bytes() // num_proc,
+                max_bytes=min(cluster.collectable_bytes() // num_proc, MOST_BYTES),
                 secret=new_secret(),
                 service=service.address,
                 versions=cluster.installed_versions(),
@@ -367,15 +360,11 @@ class SparkBackend(Backend):
         ask_to_stop: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
-
-        def running_tasks() -> dict[int, str] | None:
-            tasks = cluster.running_tasks(tag)
-            return None if not tasks and waits_its_turn(cluster, tag, num_proc) else tasks
-
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
             if watch is not None:
-                stack.enter_context(watch.with_running_tasks(running_tasks))
+                running = functools.partial(cluster.running_tasks, tag)
+                stack.enter_context(watch.with_running_tasks(running))
             if ask_to_stop is not None:
                 stack.enter_context(watching_executors(cluster, tag, ask_to_stop))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

@@ -20,7 +20,10 @@ class Stage(enum.IntEnum):
 
 
 EXPLANATIONS = {
-    Stage.WAITING: "Spark has not started the task; other jobs may hold the task slots",
+    Stage.WAITING: (
+        "Spark has not started the task, because other jobs hold the task slots; or its Python has "
+        "not started, is still checking its machine, or cannot reach the driver"
+    ),
     Stage.STARTED: (
         "the task connects to the task of rank 0; a firewall may be between the hosts, or nics "
         "must be set"
@@ -31,12 +34,6 @@ EXPLANATIONS = {
     ),
 }
 """Explanation of each stage in messages: the cause of the wait."""
-
-STARTED_BY_SPARK = (
-    "Spark has started the task, but its Python has not started, is still checking its machine, or "
-    "cannot reach the driver"
-)
-"""Explanation of `Stage.WAITING` for a task that Spark runs."""
 
 PHASES = {
     Stage.WAITING: "waiting for the executors",

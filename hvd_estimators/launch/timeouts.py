@@ -81,16 +81,11 @@ EVENT_DRAIN = 1.0
 # Wait for the handler to process the last events, while events still arrive.
 LAST_EVENTS = 60.0
 
-# Message of a commit. The driver's disk may be slow, and a rank may serialize for long.
+# Message of a commit, and the connection for it. The driver's disk may be slow.
 COMMIT_MESSAGE = 120.0
-# Retries of a rank that cannot reach the driver, and the pause between them.
-COMMIT_RETRY = 60.0
-COMMIT_PAUSE = 0.5
 
-# The driver warns of ranks that stay in a stage of the launch for this time; later if its machine
-# is busy, because a rank then starts slowly.
+# The driver warns of ranks that stay in a stage of the launch for this time.
 STAGE_WARNING = 10.0
-STAGE_WARNING_IF_BUSY = 20.0
 # Interval at which the driver looks at the stages.
 STAGE_POLL = 0.5
 # Sending of a task's last stage, at the end of its rank.
@@ -117,8 +112,6 @@ GLOO_REQUEST = 5.0
 SPARK_POLL = 0.2
 # End of a background job after its cancellation.
 JOB_CANCEL = 10.0
-# Wait of a job that imports modules for slots, once the driver does not need it any more.
-IMPORT_JOB_SLOTS = 0.5
 # Job that imports modules. It takes 1 s or 2 s, but a busy machine takes longer to start Python.
 IMPORT_JOB = 30.0
 # Wait for further executors after the last one has registered. The first may take longer.

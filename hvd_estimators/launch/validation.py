@@ -1,4 +1,4 @@
-"""Validation of backend arguments: explain arguments of ``horovod.spark``, reject unknown ones."""
+"""Validation of backend arguments: explain arguments of ``horovod.spark``."""
 
 from __future__ import annotations
 
@@ -63,33 +63,13 @@ def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
     ParamError
         If ``horovod.spark.run`` does not have an argument either.
     """
-    known = _parameters(backend)
-    _reject_unknown(backend.__name__, given.keys() - _OF_HOROVOD_SPARK.keys(), known)
+    known = [*inspect.signature(backend).parameters]
+    for name in sorted(given.keys() - _OF_HOROVOD_SPARK.keys()):
+        raise ParamError(f"{backend.__name__} has no argument {name!r}.{did_you_mean(name, known)}")
     for name, value in given.items():
         instead, without_effect = _OF_HOROVOD_SPARK[name]
         if value is not None and value not in without_effect:
             logger.warning("%s: %s has no effect. %s.", backend.__name__, name, instead)
-
-
-def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Reject arguments that a backend's ``run`` does not have.
-
-    Raises
-    ------
-    ParamError
-        If there is such an argument.
-    """
-    if not given:
-        return
-    backend = type(getattr(run, "__self__", None))
-    of_backend = sorted(given.keys() & {*_OF_HOROVOD_SPARK, *_parameters(backend)})
-    if of_backend:
-        raise ParamError(
-            f"{backend.__name__}.run() has no argument {of_backend[0]!r}. It belongs to the "
-            f"backend: {backend.__name__}({of_backend[0]}=...).run(fn)"
-        )
-    hint = " Arguments of the function go in args=(...) and kwargs={...}."
-    _reject_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
 
 
 def seconds_given(seconds: float | None, variable: str, name: str = "start_timeout") -> float:
@@ -169,14 +149,3 @@ def interface_names(nics: Any) -> tuple[str, ...]:
     unique = dict.fromkeys(name.strip() for name in names)
     # A set has another order in each run.
     return tuple(sorted(unique) if isinstance(nics, (set, frozenset)) else unique)
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's or class's parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-
-
-def _reject_unknown(where: str, names: Iterable[str], known: list[str], hint: str = "") -> None:
-    for name in sorted(names):
-        raise ParamError(f"{where} has no argument {name!r}.{did_you_mean(name, known)}{hint}")

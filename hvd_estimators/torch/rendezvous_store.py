@@ -42,7 +42,7 @@ class RendezvousStore(_distributed.Store):
         """Return a key's value; wait until the key exists."""
         while True:
             self.wait([key])
-            answer, value = self._client.request("get", key=key)
+            answer, value = self._client.request("get", keys=[key])
             if answer["status"] == _OK:  # Otherwise, another rank has deleted the key.
                 return value
 
@@ -103,7 +103,7 @@ class RendezvousStore(_distributed.Store):
         """Return the values of several keys; wait until all exist."""
         while True:
             self.wait(keys)
-            answer, values = self._client.request("get_all", keys=list(keys))
+            answer, values = self._client.request("get", keys=list(keys))
             if answer["status"] == _OK:  # Otherwise, another rank has deleted a key.
                 ends = list(itertools.accumulate(answer["lengths"], initial=0))
                 return [values[start:end] for start, end in itertools.pairwise(ends)]

@@ -108,7 +108,7 @@ def main(folder: Path, then: str) -> None:
 
     if then == "be killed":
         SparkBackend(2).run(hold_the_lock, (str(folder),))
-    with pytest.raises(WorkerFailedError, match="An executor was killed") as caught:
+    with pytest.raises(WorkerFailedError, match="An executor, or its Python") as caught:
         run(lambda executor: executor.kill())
     assert caught.value.host
     assert "ExecutorLostFailure" in str(caught.value)

@@ -237,7 +237,7 @@ def test_a_lost_link_ends_the_job_and_is_reported(cluster: Cluster) -> None:
     assert isinstance(error, WorkerFailedError), error
     # Spark's own limit is equally long, and may expire first.
     if error.rank is None:
-        assert "An executor has not answered" in str(error)
+        assert "An executor, or its Python process, has ended" in str(error)
     else:
         assert re.search(r"rank [01] on \S+ has not (answered|been heard of) for 6\d s", str(error))
         assert error.rank in (0, 1)

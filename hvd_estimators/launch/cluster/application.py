@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from pyspark import InheritableThread
 
 from hvd_estimators._util.spark_session import current_session
-from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK
@@ -244,37 +241,6 @@ class Cluster:
         given = self._scala.conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
         # Spark counts slightly more bytes than a rank returned.
         return min(limit, int(given * 0.9) if given > 0 else limit)
-
-    def check_python(self) -> None:
-        """Check that executors on this machine run this environment's Python.
-
-        Raises
-        ------
-        DependencyError
-            If they run another Python, which lacks the packages that are installed here.
-        """
-        python = self.context.pythonExec
-        if not self.is_local or python == sys.executable:
-            return
-        try:
-            prefix = subprocess.run(
-                [python, "-c", "import sys; print(sys.prefix)"],
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout.strip()
-        except OSError as error:
-            raise DependencyError(
-                f"Spark runs {python!r} for its Python tasks, which does not start: "
-                f"{error.strerror}. Set PYSPARK_PYTHON={sys.executable} in the environment before "
-                "the Spark session is made."
-            ) from error
-        if prefix != sys.prefix:
-            raise DependencyError(
-                f"Spark runs {python!r} ({prefix or 'which does not start'}) for its Python tasks, "
-                f"not this Python ({sys.executable}). Set PYSPARK_PYTHON={sys.executable} in the "
-                "environment before the Spark session is made."
-            )
 
     def installed_versions(self) -> dict[str, str]:
         """Return the local versions that ranks must match; empty for a local master."""

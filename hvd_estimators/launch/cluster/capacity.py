@@ -113,38 +113,20 @@ def check_slots(cluster: Cluster, num_tasks: int, timeout: float, resources: Tas
         slots = await_slots(cluster, num_tasks, 0 if cluster.is_local else timeout)
     if slots >= num_tasks:
         return
-    requested = resources.describe()
     if slots == 0 and not cluster.executors() and not cluster.is_local:
         raise SlotsError(
             f"No executor has registered with the cluster (master {cluster.master}) within "
             f"{timeout:g} seconds. See its logs, or set a longer start_timeout."
         )
-    if requested:
-        hint = (
-            "more executors, or with more for each (spark.executor.cores, "
-            "spark.executor.resource.gpu.amount), or ask for less"
-        )
-    else:
-        hint = (
-            "more cores (spark.executor.instances, spark.executor.cores; for a local master the "
-            "number in local[N])" + _per_task(cluster)
-        )
-    less = f"Set num_proc to {slots} or less, or start" if slots else "Start"
+    requested = resources.describe()
     raise SlotsError(
         f"num_proc: {num_tasks} ranks need as many task slots at the same time, and the cluster "
-        f"(master {cluster.master}) has {slots}{f' with {requested}' if requested else ''}. {less} "
-        f"Spark with {hint}."
+        f"(master {cluster.master}) has {slots}{requested and f' with {requested}'}. Set num_proc "
+        f"to {slots or 1} or less, let each task ask for less (spark.task.cpus, "
+        "spark.task.resource.gpu.amount), or start Spark with more executors "
+        "(spark.executor.instances) or more for each (spark.executor.cores, "
+        "spark.executor.resource.gpu.amount; for a local master the number in local[N])."
     )
-
-
-def _per_task(cluster: Cluster) -> str:
-    """Return a hint about the resources that the application's settings request for each task."""
-    cpus = cluster.conf.get("spark.task.cpus", "1")
-    gpus = cluster.conf.get("spark.task.resource.gpu.amount", "0")
-    text = " or with a smaller spark.task.cpus" + ("" if cpus == "1" else f", which is {cpus}")
-    if float(gpus) > 0:
-        text += f", or with more GPUs, of which each task takes {gpus}"
-    return text
 
 
 def watching_executors(

@@ -188,9 +188,6 @@ class ConnectCluster(Cluster):
         most = int(size[1]) * _UNITS[size[2]] if size else 2**30
         return int(most * 0.9) or 2**62
 
-    def check_python(self) -> None:
-        """Do nothing: tasks report missing packages themselves."""
-
     def installed_versions(self) -> dict[str, str]:
         """Return the versions installed here, because the server may run another Python."""
         return installed_versions()

@@ -141,7 +141,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
                     timed_out.set()
                     cluster.cancel(tag)
                     return
-                is_waiting = waits_its_turn(cluster, tag, num_proc)
+                is_waiting = _waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
@@ -167,7 +167,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
         ) from error
 
 
-def waits_its_turn(cluster: Cluster, tag: str, num_proc: int) -> bool:
+def _waits_its_turn(cluster: Cluster, tag: str, num_proc: int) -> bool:
     """Return whether other jobs of this package hold the task slots that a job needs."""
     left = cluster.slots_beside(tag, _TAG)
     return left is not None and left < num_proc
@@ -298,14 +298,12 @@ def _end_imports(request: BackgroundJob, seconds: float) -> None:
     Running tasks end within a moment. If they were cancelled, or if the program ended before them,
     Spark would log stack traces. These would follow the error message of the block.
     """
-    now = last_with_slots = time.monotonic()
-    late = now + seconds
-    while now < late + timeouts.JOB_CANCEL and not request.wait(timeouts.SPARK_POLL):
-        now = time.monotonic()
-        if not request.lacks_slots():
-            last_with_slots = now
-        if now > late or now - last_with_slots > timeouts.IMPORT_JOB_SLOTS:
+    deadline = time.monotonic() + seconds
+    while not request.wait(timeouts.SPARK_POLL):
+        if time.monotonic() > deadline or request.lacks_slots():
             request.cancel()
+            request.wait(timeouts.JOB_CANCEL)
+            return
 
 
 def spread_over_tasks(

@@ -141,24 +141,12 @@ def _registered(
                 raise
             message = str(java.getMessage()).rstrip(".")
             raise SlotsError(
-                f"{resources.describe()}: Spark rejects it ({message}). {_remedy(message)}"
+                f"{resources.describe()}: Spark rejects it ({message}). Ask for less, or for "
+                "resources of tasks only, or start Spark with more for each executor "
+                "(spark.executor.cores, spark.executor.resource.gpu.amount)."
             ) from error
         _registered_profiles[key] = rdd.getResourceProfile()
     return _registered_profiles[key]
-
-
-def _remedy(message: str) -> str:
-    if "TaskResourceProfile" in message:
-        return "Leave it out, or use a Spark that can do this (3.5.1 or later)."
-    if "dynamic allocation" in message:
-        return (
-            "Ask for resources of tasks only, which then run on the executors that there are: "
-            "resources of executors need dynamic allocation."
-        )
-    return (
-        "Ask for less, or start Spark with more for each executor (spark.executor.cores, "
-        "spark.executor.resource.gpu.amount)."
-    )
 
 
 Task = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]

@@ -17,7 +17,6 @@ from hvd_estimators.exceptions import (
     JobCancelledError,
     ResultsError,
     SlotsError,
-    StoreError,
     WorkerFailedError,
 )
 from hvd_estimators.launch import timeouts
@@ -33,13 +32,11 @@ _MESSAGE_CHARS = 4000
 # Pattern of Spark's message, and the error and the message to raise.
 _KINDS: list[tuple[str, type[HvdEstimatorsError], str]] = [
     (
-        r"SparkContext (was|has been) shut ?down",
+        r"Job \S+ cancelled|OPERATION_CANCEL|SparkContext (was|has been) shut ?down",
         JobCancelledError,
-        "The Spark application has ended: the program stopped its session, or the cluster manager "
-        "ended the application. Start it again; a fit with the same run_id resumes the run.",
+        "The Spark job was cancelled, or its application has ended. A fit with the same run_id "
+        "resumes the run.",
     ),
-    (r"Job \S+ cancelled|OPERATION_CANCEL", JobCancelledError, "The Spark job was cancelled."),
-    (r"Py4JSecurityException", DependencyError, NO_JVM),
     (
         r"spark\.driver\.maxResultSize",
         ResultsError,
@@ -50,58 +47,20 @@ _KINDS: list[tuple[str, type[HvdEstimatorsError], str]] = [
         SlotsError,
         "The cluster has fewer task slots than ranks.",
     ),
+    (r"Py4JSecurityException", DependencyError, NO_JVM),
     (
-        r"StoreError: No space is left on a disk",
-        StoreError,
-        "The disk of temporary files is full on a machine that should start a rank.",
-    ),
-    (
-        r"Cannot run program",
+        r"Cannot run program|Python in worker has different version|PYTHON_VERSION_MISMATCH"
+        r"|ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",
         DependencyError,
-        "The executors cannot start Python. Set PYSPARK_PYTHON (or spark.pyspark.python) to a "
-        "Python that exists on all machines. A relative path starts at an executor's working "
-        "folder; Spark Connect's sessions have one below it (../environment/bin/python).",
-    ),
-    (
-        r"PYTHON_VERSION_MISMATCH|Python in worker has different version",
-        DependencyError,
-        f"The executors run another version of Python than the driver ({sys.version.split()[0]}). "
-        "Set PYSPARK_PYTHON (or spark.pyspark.python) to one of the same version on all machines.",
-    ),
-    (
-        r"ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",
-        DependencyError,
-        "The executors' Python lacks a package. Install the driver's packages on all machines, or "
-        "set PYSPARK_PYTHON to a Python that has them.",
+        "The executors' Python does not start, lacks a package, or has another version than the "
+        f"driver's ({sys.version.split()[0]}). Install the driver's packages on all machines, and "
+        "set PYSPARK_PYTHON (or spark.pyspark.python) to a Python that exists on all of them. A "
+        "relative path starts at an executor's working folder; Spark Connect's sessions have one "
+        "below it (../environment/bin/python).",
     ),
 ]
 
-_LOST = [
-    (
-        r"ExecutorLostFailure[^\n]*(Not receiving heartbeat|[Hh]eartbeat timed out)",
-        "An executor has not answered; its machine, or the network to it, may be down",
-    ),
-    (
-        r"Python worker exited unexpectedly|Python worker failed to connect back",
-        "The Python process of an executor ended; the machine may have run out of memory",
-    ),
-    (r"ExecutorLostFailure[^\n]*preempted", "The cluster manager preempted an executor"),
-    (r"ExecutorLostFailure[^\n]*[Dd]ecommission", "The machine of an executor was decommissioned"),
-    (r"ExecutorLostFailure[^\n]*[Ww]orker lost", "The machine of an executor was lost"),
-    (
-        r"ExecutorLostFailure[^\n]*(exceeding (physical|virtual) memory|(code|status):? 137\b)",
-        "An executor was killed; it may have used too much memory",
-    ),
-    (
-        r"ExecutorLostFailure[^\n]*Remote RPC client disassociated",
-        "An executor disconnected; it may have been killed, or Spark's master may have been "
-        "restarted without recovery (spark.deploy.recoveryMode) and have ended its executors",
-    ),
-    (
-        r"ExecutorLostFailure",
-        "An executor was lost; it may have been killed, or its machine have run out of memory",
-    ),
-]
+_LOST = r"ExecutorLostFailure|Python worker (exited unexpectedly|failed to connect back)"
 
 
 def typed_failure(
@@ -134,15 +93,14 @@ def typed_failure(
     for pattern, error_class, summary in _KINDS:
         if re.search(pattern, message):
             return error_class(f"{summary} Spark says:\n{message}")
-    cause = next((text for pattern, text in _LOST if re.search(pattern, message)), None)
-    if cause is None and not all_failures:
+    is_lost = re.search(_LOST, message) is not None
+    if not (is_lost or all_failures):
         return None
     host, executor = failed_on(cluster, tag)
     where = f" on {host} (executor {executor})" if host else ""
+    what = "An executor, or its Python process, has ended" if is_lost else "The job of ranks failed"
     return WorkerFailedError(
-        f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}",
-        host=host,
-        cause="lost" if cause else None,
+        f"{what}{where}. Spark says:\n{message}", host=host, cause="lost" if is_lost else None
     )
 
 

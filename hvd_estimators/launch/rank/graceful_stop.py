@@ -13,12 +13,13 @@ import logging
 import math
 import os
 import select
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from hvd_estimators._util.system import reading_end
 
 GRACE_VARIABLE = "HVD_ESTIMATORS_GRACE_SECONDS"
 """Environment variable of ranks: the grace period in seconds; 0 disables it."""
@@ -34,6 +35,8 @@ _UNTIL_ASKED_SECONDS = 10.0
 _SILENT_SECONDS = 0.5
 # Linux reports an error for a pipe without a reader, and macOS a hang-up.
 _UNHEARD = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+_held_pipes: list[int] = []
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ def grace_seconds(env: Mapping[str, str]) -> float:
 def asking_for_grace() -> Iterator[None]:
     """Ask for SIGTERM before this rank is killed, for the duration of the block. Runs in the rank.
 
-    Within the block, printing raises no error if no process reads the output any longer. Does
-    nothing in a process that another launcher has started.
+    Within the block, printing raises no error on Linux if no process reads the output any longer.
+    Does nothing in a process that another launcher has started.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory is None:
@@ -60,25 +63,23 @@ def asking_for_grace() -> Iterator[None]:
         return
     path = Path(directory, _FILE)
     partial = path.with_suffix(".partial")
-    streams = sys.stdout, sys.stderr
-    wrappers: Any = tuple(map(_PipeErrorIgnorer, streams))
     try:
         # Readers find the complete file or none. The directory may already have been deleted.
         with contextlib.suppress(OSError):
             partial.write_text(str(grace_seconds(os.environ)))
             os.replace(partial, path)
-        sys.stdout, sys.stderr = wrappers
+        # Until SIGTERM arrives, a pipe that this process can read breaks no print.
+        _held_pipes.extend(end for end in map(reading_end, (1, 2)) if end is not None)
         yield
     finally:
-        # Other code may have replaced the streams meanwhile.
-        sys.stdout, sys.stderr = (
-            stream if current is wrapper else current
-            for current, wrapper, stream in zip(
-                (sys.stdout, sys.stderr), wrappers, streams, strict=True
-            )
-        )
+        _release_pipes()
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _release_pipes() -> None:
+    while _held_pipes:
+        os.close(_held_pipes.pop())
 
 
 def grace_asked(directory: str) -> float:
@@ -100,6 +101,7 @@ def mute_if_unheard() -> None:
 
     Writing to such a pipe would raise an error.
     """
+    _release_pipes()
     for descriptor in (1, 2):
         poller = select.poll()
         poller.register(descriptor, 0)
@@ -107,36 +109,6 @@ def mute_if_unheard() -> None:
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, descriptor)
             os.close(null_device)
-
-
-class _PipeErrorIgnorer:
-    """A text stream that ignores broken pipes.
-
-    The process that waits for a rank may end before the rank is notified.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return int(self._stream.write(text))
-        except BrokenPipeError:
-            mute_if_unheard()
-            return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            mute_if_unheard()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class AwaitedRanks:

@@ -29,12 +29,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hvd_estimators._util.import_path import python_module
-from hvd_estimators._util.process_identity import descendants, process_stat, related_processes
+from hvd_estimators._util.process_identity import related_processes
 from hvd_estimators._util.system import adopt_orphans, die_with_parent, forks_are_safe
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, grace_asked
+
+if TYPE_CHECKING:
+    import psutil
 
 PID_FILE = "rank.pid"
 """Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
@@ -87,7 +90,8 @@ def split_off_guardian(
     rank = os.fork() if forks_are_safe() else _start_rank(directory, lifeline)
     if rank:
         try:
-            Path(directory, PID_FILE).write_text(str(rank))
+            with contextlib.suppress(OSError):  # the rank may already have filled the disk
+                Path(directory, PID_FILE).write_text(str(rank))
             lifelines = [lifeline] if waiting is None else [lifeline, waiting]
             watched = parent if waiting is None else None
             status = _guard(rank, directory, lifelines, waking, watched, adopts)
@@ -131,26 +135,28 @@ class _Descendants:
     def __init__(self, adopts: bool, directory: str) -> None:
         self._adopts = adopts
         self._directory = directory
-        self._started: dict[int, str] = {}
+        self._started: set[psutil.Process] = set()
 
     def record(self) -> None:
         """Record the present descendants, whose relation to the guardian may end with the rank."""
-        self._started |= descendants(os.getpid())
-        if not self._adopts:
-            self._started |= related_processes(DIRECTORY_VARIABLE, self._directory)
+        import psutil  # takes some memory, which guardians of running ranks need not hold
 
-    def alive(self) -> list[int]:
-        """Record descendants, and return all recorded ones that have not ended."""
+        self._started.update(psutil.Process().children(recursive=True))
+        if not self._adopts:
+            self._started.update(related_processes(DIRECTORY_VARIABLE, self._directory))
+
+    def alive(self) -> set[int]:
+        """Record descendants, and return the IDs of all recorded ones that have not ended."""
         self.record()
-        for pid, started in list(self._started.items()):
-            try:
-                stat = process_stat(pid)
-                has_ended = stat.state in "ZX" or stat.started != started
-            except OSError:
-                has_ended = True
-            if has_ended:
-                del self._started[pid]
-        return list(self._started)
+        self._started = set(filter(_is_alive, self._started))
+        return {process.pid for process in self._started}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() not in ("zombie", "dead")
+    except Exception:  # it has ended
+        return False
 
 
 def _guard(

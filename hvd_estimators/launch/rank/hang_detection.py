@@ -195,75 +195,54 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-class _Timer:
-    """Timer for a rank's state that this process looks at from time to time.
+class StallWatch:
+    """Watch of a rank's process that may be stopped, or make no progress.
 
     Parameters
     ----------
-    limit : float
-        Seconds after which the rank counts as stalled.
+    env : mapping
+        The rank's environment, with the limits.
     most : float
         Maximum seconds to count between two looks. A longer interval means that this process was
         paused.
     """
 
-    def __init__(self, limit: float, most: float) -> None:
-        self._limit, self._most = limit, most
-        self._seconds = 0.0
+    def __init__(self, env: Mapping[str, str], most: float) -> None:
+        self._stall_limit, self._hang_limit = stall_limit(env), hang_limit(env)
+        self._stopped = self._silent = 0.0
+        self._most = most
+        self._mark: str | None = None
         self._last: float | None = None
 
-    def _is_over(self, lasts: bool, now: float) -> bool:
-        """Record whether the state lasts, and return whether it has lasted for the limit."""
-        passed = 0.0 if self._last is None else min(now - self._last, self._most)
-        self._seconds = self._seconds + passed if lasts else 0.0
-        self._last = now
-        return self._seconds >= self._limit
-
-
-class HangWatch(_Timer):
-    """Timer for a rank's time without progress."""
-
-    _mark: str | None = None
-
-    def update(self, mark: str | None, now: float) -> str | None:
-        """Record a rank's progress, and return an error message if the rank hangs.
-
-        Parameters
-        ----------
-        mark : str or None
-            From `read_progress`; None outside of training.
-        now : float
-            Seconds of any monotonic clock.
-        """
-        is_silent = mark is not None and mark == self._mark
-        self._mark = mark
-        if not self._is_over(is_silent, now):
-            return None
-        return (
-            f"The rank has made no progress for {self._limit:g} s: there was no batch and no end "
-            f"of an epoch. ({HANG_VARIABLE} in the ranks' environment sets another limit, 0 none.)"
-        )
-
-
-class StallWatch(_Timer):
-    """Timer for the time that a rank's process has been stopped."""
-
-    def update(self, is_stopped: bool, now: float) -> str | None:
+    def update(self, is_stopped: bool, mark: str | None, now: float) -> str | None:
         """Record a rank's state, and return an error message if the rank has stalled.
 
         Parameters
         ----------
         is_stopped : bool
             Whether the rank's process is stopped.
+        mark : str or None
+            From `read_progress`; None outside of training.
         now : float
             Seconds of any monotonic clock.
         """
-        if not self._is_over(is_stopped, now):
-            return None
-        return (
-            f"The process has been stopped for {self._limit:g} s, as by SIGSTOP, and was not "
-            f"continued. ({_SHUTDOWN} sets another limit, {_DISABLE}=1 none.)"
-        )
+        passed = 0.0 if self._last is None else min(now - self._last, self._most)
+        is_silent = mark is not None and mark == self._mark
+        self._mark, self._last = mark, now
+        self._stopped = self._stopped + passed if is_stopped else 0.0
+        self._silent = self._silent + passed if is_silent else 0.0
+        if self._stopped >= self._stall_limit:
+            return (
+                f"The process has been stopped for {self._stall_limit:g} s, as by SIGSTOP, and was "
+                f"not continued. ({_SHUTDOWN} sets another limit, {_DISABLE}=1 none.)"
+            )
+        if self._silent >= self._hang_limit:
+            return (
+                f"The rank has made no progress for {self._hang_limit:g} s: there was no batch and "
+                f"no end of an epoch. ({HANG_VARIABLE} in the ranks' environment sets another "
+                "limit, 0 none.)"
+            )
+        return None
 
 
 def stalled_ranks(output: str) -> tuple[float, dict[int, str]] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -25,8 +23,6 @@ from hvd_estimators.launch.gpus import gpu_hint
 from hvd_estimators.launch.rank.hang_detection import stalled_ranks
 from hvd_estimators.launch.rank.output import shortened
 
-logger = logging.getLogger(__name__)
-
 ABORTED = "aborted"
 """Error type of a rank that was ended, or not started, because another rank failed."""
 
@@ -38,10 +34,6 @@ _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled":
 
 _OWN = str(Path(__file__).parents[2])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark", "py4j"))
-# Horovod's messages for mismatched calls.
-_MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 
 class UnusableHorovodError(DependencyError):
@@ -59,9 +51,7 @@ class ErrorReport:
     headline : str
         One line: class, message, and file and line of the innermost frame in the user's code.
     traceback : str
-        The traceback without the frames of this package, PySpark and Py4J; of bounded length.
-    full_traceback : str
-        The traceback with all frames; of bounded length.
+        The traceback, of bounded length.
     is_storage : bool
         Whether the exception is a `StoreError`.
     is_transient : bool
@@ -71,7 +61,6 @@ class ErrorReport:
     error_type: str
     headline: str
     traceback: str
-    full_traceback: str
     is_storage: bool = False
     is_transient: bool = False
 
@@ -79,11 +68,10 @@ class ErrorReport:
 def is_transient(error: BaseException) -> bool:
     """Return whether an exception has a cause outside this rank, such as the end of another rank.
 
-    Horovod raises the same error if the ranks' calls do not match, which would recur.
+    Horovod's own error has no flag, and this process need not have Horovod.
     """
-    if type(error).__name__ == "HorovodInternalError":
-        return _MISMATCH.search(str(error)) is None
-    return bool(getattr(error, "is_transient", False))
+    is_of_horovod = type(error).__name__ == "HorovodInternalError"
+    return is_of_horovod or bool(getattr(error, "is_transient", False))
 
 
 def report_error(error: BaseException) -> ErrorReport:
@@ -94,32 +82,9 @@ def report_error(error: BaseException) -> ErrorReport:
     frame = _users_frame(traceback.extract_tb(error.__traceback__))
     where = f" ({frame.filename}:{frame.lineno}, in {frame.name})" if frame else ""
     # The message may contain a whole batch or model.
-    full = shortened("".join(traceback.format_exception(error)))
+    text = shortened("".join(traceback.format_exception(error)))
     is_storage = isinstance(error, StoreError)
-    return ErrorReport(
-        name, f"{headline}{where}", fold_frames(full), full, is_storage, is_transient(error)
-    )
-
-
-def fold_frames(text: str) -> str:
-    """Replace the frames of this package, PySpark and Py4J in a traceback by their count."""
-    lines: list[str] = []
-    folded = 0
-    is_folded = False
-    for line in [*text.splitlines(), ""]:
-        frame = _FRAME.match(line)
-        if frame is not None:
-            is_folded = frame["file"].startswith((f"{_OWN}/", *_FOLDED))
-            folded += is_folded
-        elif not line.startswith("    "):
-            is_folded = False
-        if is_folded:
-            continue
-        if folded:
-            lines.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
-            folded = 0
-        lines.append(line)
-    return "\n".join(lines)
+    return ErrorReport(name, f"{headline}{where}", text, is_storage, is_transient(error))
 
 
 def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
@@ -201,6 +166,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If the ranks' hosts cannot reach each other.
     GpuError
         If two tasks were assigned the same GPU.
+    StoreError
+        If a machine's disk of temporary files is full.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -211,8 +178,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.report is not None and first.error_type == UnusableHorovodError.__name__:
         raise DependencyError(first.report.headline.removeprefix(f"{first.error_type}: "))
-    for kind in (DependencyError, GpuError, UnreachableError):
-        # The user's function may raise the first two.
+    for kind in (DependencyError, GpuError, StoreError, UnreachableError):
+        # The user's function may raise the others.
         is_reported = first.report is None or kind is UnreachableError
         if first.error_type == kind.__name__ and is_reported:
             raise kind(first.error)
@@ -231,7 +198,6 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     lines = [f"Rank {first.rank} on {first.host} failed: {first.headline}"]
     lines += [f"{_ranks(ranks)} {how}." for how, ranks in _others(failed, first) if ranks]
     if first.report is not None:
-        logger.info("The traceback of rank %d:\n%s", first.rank, first.report.full_traceback)
         lines.append(first.report.traceback.rstrip())
     lines.append(gpu_hint(first.error).strip())
     if "No module named 'horovod'" in first.error:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import cloudpickle
 
@@ -26,18 +26,15 @@ from hvd_estimators.launch.rank.directory import make_rank_folder
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.hang_detection import (
-    HangWatch,
     StallWatch,
-    hang_limit,
     is_stopped,
     read_progress,
     read_stack,
     stall_environment,
-    stall_limit,
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
-from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
+from hvd_estimators.launch.rank.output import LineHandler, OutputReader
+from hvd_estimators.launch.rank.worker import CALLED_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
@@ -94,14 +91,14 @@ class RankProcess:
         The pickled call, from `pickle_call`.
     env : mapping
         The complete environment of the process.
-    on_lines : callable, optional
-        Called from another thread with batches of printed lines. Long lines are shortened in the
-        middle.
+    on_lines : callable
+        Called from another thread with a stream's name and batches of its lines. Long lines are
+        shortened in the middle.
     executable : str, optional
         The Python executable. Default: the executable of this process.
-    on_error_lines : callable, optional
-        Called with the lines of standard error, which then has its own pipe. The order between the
-        lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
+    separate_streams : bool
+        Whether standard output and standard error have a pipe each. The order between the lines of
+        both is then unknown.
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_called : callable
@@ -115,9 +112,9 @@ class RankProcess:
         host: str,
         call: bytes,
         env: Mapping[str, str],
-        on_lines: LineHandler | None = None,
+        on_lines: LineHandler = lambda stream, lines: None,
         executable: str | None = None,
-        on_error_lines: LineHandler | None = None,
+        separate_streams: bool = False,
         warm: WarmStart | None = None,
         on_called: Callable[[], None] = lambda: None,
     ) -> None:
@@ -125,11 +122,10 @@ class RankProcess:
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}
-        self._stalls = StallWatch(stall_limit(env), 4 * _LOOK_SECONDS)
-        self._hangs = HangWatch(hang_limit(env), 4 * _LOOK_SECONDS)
+        self._stalls = StallWatch(env, 4 * _LOOK_SECONDS)
         self._next_look = 0.0
         self._on_lines = on_lines
-        self._on_error_lines = on_error_lines
+        self._streams = ("stdout", "stderr") if separate_streams else ("",)
         self._executable = executable or sys.executable
         self._warm = warm
         self._is_called = False
@@ -145,10 +141,11 @@ class RankProcess:
         # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
-            with memory_file() as call:
-                call.write(self._call)
-                call.seek(0)
-                self._start(reading, call)
+            # The rank reads the call from it, and writes its outcome to it.
+            self._file = memory_file()
+            self._file.write(self._call)
+            self._file.seek(0)
+            self._start(reading)
         except BaseException:
             self._end()
             raise
@@ -174,8 +171,8 @@ class RankProcess:
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
-        stopped = self._stalls.update(any(map(is_stopped, pids)), now)
-        return stopped or self._hangs.update(read_progress(self._directory), now)
+        mark = read_progress(self._directory)
+        return self._stalls.update(any(map(is_stopped, pids)), mark, now)
 
     @property
     def waits_in(self) -> str:
@@ -207,13 +204,14 @@ class RankProcess:
         ended_at = time.time()
         self._report_call()
         self._kill()
-        path = Path(self._directory) / OUTCOME_FILE
-        if not path.exists():
+        self._file.seek(len(self._call))
+        try:
+            raised_at, kind, value = pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError):  # it has not written all of it, or nothing
             how = "killed" if signal_of(status) else "exit"
             return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
-        kind, value = pickle.loads(path.read_bytes())
         if kind == "error":
-            failure = self._failure(value.error_type, value.full_traceback, path.stat().st_mtime)
+            failure = self._failure(value.error_type, value.traceback, raised_at)
             return replace(failure, report=value)
         return RankOutcome(self.rank, self.host, value, ended_at=ended_at)
 
@@ -222,40 +220,35 @@ class RankProcess:
             self._is_called = True
             self._on_called()
 
-    def _start(self, lifeline: int, call: IO[bytes]) -> None:
-        handlers = {"output": self._on_lines}
-        if self._on_error_lines is not None:
-            handlers["errors"] = self._on_error_lines
-        pipes = {name: os.pipe() for name in handlers}
-        self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes.values()]
-        files = {name: writing for name, (_, writing) in pipes.items()}
+    def _start(self, lifeline: int) -> None:
+        pipes = [os.pipe() for _ in self._streams]
+        self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes]
+        output, errors = pipes[0][1], pipes[-1][1]
         try:
             if self._warm is not None:
-                given = {"call": call.fileno(), "lifeline": lifeline, **files}
-                self._process = self._warm.fork(self._executable, self._env, self._directory, given)
+                files = [self._file.fileno(), lifeline, output, errors]
+                self._process = self._warm.fork(self._executable, self._env, self._directory, files)
             if self._process is None:
-                self._start_fresh(lifeline, call, files["output"], files.get("errors"))
+                self._start_fresh(lifeline, output, errors)
         finally:
-            for writing in files.values():
+            for _, writing in pipes:
                 os.close(writing)
             if self._process is None:
                 self._close_pipes()
         if self._process is not None:
-            self._output = OutputReader(
-                {pipes[name][0]: on_lines for name, on_lines in handlers.items()},
-                log_filter(self._env),
-            )
+            names = {reading: name for (reading, _), name in zip(pipes, self._streams, strict=True)}
+            self._output = OutputReader(names, self._on_lines)
 
-    def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
+    def _start_fresh(self, lifeline: int, output: int, errors: int) -> None:
         command = python_module("hvd_estimators.launch.rank.worker", self._executable)
         try:
             self._process = subprocess.Popen(
                 [*command, self._directory, str(lifeline)],
                 env=self._env,
                 # The worker reads its standard input and then replaces it by the null device.
-                stdin=call,
+                stdin=self._file,
                 stdout=output,
-                stderr=output if errors is None else errors,
+                stderr=errors,
                 pass_fds=(lifeline,),
                 start_new_session=True,
             )
@@ -302,6 +295,7 @@ class RankProcess:
 
     def _end(self) -> None:
         self._kill()
+        self._file.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -7,9 +7,7 @@ executor loses the last minute.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import logging
 import pickle
 import threading
@@ -18,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from hvd_estimators.launch.rank.output import LineHandler, lines_left_out
+from hvd_estimators.launch.rank.output import BothEnds
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.rank.outcome import RankOutcome
@@ -88,10 +86,7 @@ class RankLog:
     def __init__(self, logs: RankLogs | bytes | None, rank: int) -> None:
         self._logs = logs
         self._rank = rank
-        self._lock = threading.Lock()
-        self._start: list[str] = []
-        self._end: collections.deque[str] = collections.deque()
-        self._start_chars = self._end_chars = self._left_out = self._count = 0
+        self._ends = BothEnds(HALF_CHARS, HALF_CHARS)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_regularly, daemon=True)
 
@@ -108,73 +103,46 @@ class RankLog:
 
     def add(self, lines: Sequence[str]) -> None:
         """Add lines of the rank's output."""
-        if self._logs is None:
-            return
-        with self._lock:
-            self._count += len(lines)
-            for line in lines:
-                self._add(line)
+        if self._logs is not None:
+            self._ends.add(lines)
 
     def add_outcome(self, outcome: RankOutcome) -> None:
         """Add a line with the rank's end, and the traceback of its exception."""
         lines = []
         if outcome.report is not None:
-            lines = outcome.report.full_traceback.splitlines(keepends=True)
+            lines = outcome.report.traceback.splitlines(keepends=True)
         how = f"failed: {outcome.headline}" if outcome.failed else "has ended"
         self.add([*lines, f"[rank {outcome.rank} on {outcome.host} {how}]\n"])
 
-    def text(self) -> str:
-        """Return the log: both ends of the output, and the number of lines between them."""
-        with self._lock:
-            gap = lines_left_out(self._left_out) if self._left_out else ""
-            return f"{''.join(self._start)}{gap}{''.join(self._end)}"
-
-    def tee(self, handler: LineHandler | None) -> LineHandler:
-        """Return a handler that adds lines, and passes them on to another handler."""
-        return functools.partial(self._add_and_pass, handler)
-
-    def _add_and_pass(self, handler: LineHandler | None, lines: list[str]) -> None:
-        self.add(lines)
-        if handler is not None:
-            handler(lines)
-
-    def _add(self, line: str) -> None:
-        # The start ends with the first line that does not fit.
-        if not self._end and self._start_chars + len(line) <= HALF_CHARS:
-            self._start.append(line)
-            self._start_chars += len(line)
-            return
-        self._end.append(line)
-        self._end_chars += len(line)
-        while self._end_chars > HALF_CHARS:
-            self._end_chars -= len(self._end.popleft())
-            self._left_out += 1
-
     def _write_regularly(self) -> None:
-        try:
-            self._write_until_ended()
-        except Exception:  # a package of the store is missing
-            logger.warning("The log of rank %d is not written", self._rank, exc_info=True)
-
-    def _write_until_ended(self) -> None:
-        # Ranks of `run` need no store, nor its packages.
-        from hvd_estimators.store.redaction import redacted
-
-        logs = pickle.loads(self._logs) if isinstance(self._logs, bytes) else self._logs
-        assert logs is not None
-        store, path = logs.store, logs.path(self._rank)
-        written = is_failing = False
-        count = 0
-        while not written:
-            written = self._ended.wait(_WRITE_SECONDS)
-            if self._count == count:
+        """Write the log every minute and at the end, if there are new lines."""
+        has_ended, count, last_problem = False, 0, ""
+        while not has_ended:
+            has_ended = self._ended.wait(_WRITE_SECONDS)
+            if self._ends.count == count:
                 continue
-            count = self._count
-            try:
-                store.write_text(path, redacted(self.text(), store.secrets))
-                is_failing = False
-            except Exception as error:
-                text = redacted(str(error), store.secrets)
-                log = logger.debug if is_failing else logger.warning
-                log("The log of rank %d could not be written: %s", self._rank, text)
-                is_failing = True
+            count = self._ends.count
+            problem = self._write()
+            if problem and problem != last_problem:
+                logger.warning("The log of rank %d could not be written: %s", self._rank, problem)
+            last_problem = problem
+
+    def _write(self) -> str:
+        """Write the log, and return the error if that fails."""
+        try:
+            # Ranks of `run` need no store, nor its packages, which may be missing.
+            from hvd_estimators.store.redaction import redacted
+
+            if isinstance(self._logs, bytes):
+                self._logs = pickle.loads(self._logs)
+            assert isinstance(self._logs, RankLogs)
+            store = self._logs.store
+        except Exception as error:
+            return str(error)
+        try:
+            store.write_text(
+                self._logs.path(self._rank), redacted(self._ends.text(), store.secrets)
+            )
+        except Exception as error:
+            return redacted(str(error), store.secrets)
+        return ""

@@ -76,8 +76,9 @@ class RankLauncher:
         address: str,
         client: RendezvousClient,
         gpus: Mapping[str, str],
-        line_handlers: tuple[LineHandler | None, LineHandler | None],
+        on_lines: LineHandler,
         *,
+        separate_streams: bool,
         on_called: Callable[[], None],
     ) -> Iterator[RankProcess]:
         """Start one rank, and end it and its descendants when the block ends.
@@ -92,8 +93,10 @@ class RankLauncher:
             Connection to the job's rendezvous.
         gpus : mapping
             The variables that restrict the rank to its GPUs.
-        line_handlers : (callable or None, callable or None)
-            Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
+        on_lines : callable
+            Handler of the rank's output.
+        separate_streams : bool
+            Whether the rank has a separate pipe for each stream; see `RankProcess`.
         on_called : callable
             Called once the process has called its function, or has ended.
         """
@@ -114,11 +117,10 @@ class RankLauncher:
                 {HOROVOD_PROBLEM_VARIABLE: self.horovod_problem or None},
                 gpus,
             )
-            on_lines, on_error_lines = line_handlers
             with RankProcess(
                 *(slot.rank, slot.hostname, self.call, env, on_lines),
                 executable=self.executable,
-                on_error_lines=on_error_lines,
+                separate_streams=separate_streams,
                 warm=self.warm,
                 on_called=on_called,
             ) as process:

@@ -1,7 +1,8 @@
-"""Main program of a rank: runs one pickled function and writes its outcome to a file.
+"""Main program of a rank: runs one pickled function and returns its outcome.
 
-The function arrives through standard input, because it may contain secrets, which must not be
-written to a disk. `RankProcess` starts the program as
+Standard input is a file in memory with the function, which may contain secrets that must not be
+written to a disk. The outcome is written to the same file, so a full disk does not lose it.
+`RankProcess` starts the program as
 ``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``, by `python_module`. With
 ``--warm`` the process forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark
 nor a framework.
@@ -10,10 +11,12 @@ nor a framework.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,22 +29,24 @@ from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, spli
 from hvd_estimators.launch.rank.outcome import ErrorReport, UnusableHorovodError, report_error
 from hvd_estimators.launch.rank.preemption import PreemptionCheck, sending_sigterm
 
-OUTCOME_FILE = "outcome.pkl"
 CALLED_FILE = "called"
 """Name of the empty file in the rank's directory that exists once the function was called."""
 
 HOROVOD_PROBLEM_VARIABLE = "HVD_ESTIMATORS_HOROVOD_PROBLEM"
 """Environment variable of ranks: the reason why they cannot use Horovod, if there is one."""
 
-_RESERVED_BYTES = 2**18
-"""Space that a rank reserves at its start, so that it can report an error if the disk is full."""
-
 
 def main(directory: str) -> int:
-    """Run the call from standard input, and write its outcome to a directory.
+    """Run the call from standard input, and write its outcome there.
 
-    The outcome is a pickled tuple: ``("result", bytes)`` with the cloudpickled return value, or
-    ``("error", ErrorReport)``. The driver shows the error; this process does not print it.
+    The outcome is a pickled tuple: the time of the end in seconds since the epoch, and ``"result"``
+    with the cloudpickled return value, or ``"error"`` with an `ErrorReport`. It follows the bytes
+    of the call, which are freed. The driver shows the error; this process does not print it.
+
+    Parameters
+    ----------
+    directory : str
+        The rank's directory.
 
     Returns
     -------
@@ -49,25 +54,20 @@ def main(directory: str) -> int:
         The exit status: 0, or 1 if the function raised.
     """
     outcome: tuple[str, bytes | ErrorReport]
-    partial = Path(directory) / f"{OUTCOME_FILE}.partial"
-    try:
-        partial.write_bytes(bytes(_RESERVED_BYTES))
-        with open(0, "rb", closefd=False) as file:
-            call = file.read()
+    with open(os.dup(0), "r+b") as file:
+        call = file.read()
+        file.truncate(0)  # the position stays behind the call
         empty_stdin()
-        *_, sys.argv, fn, args, kwargs = cloudpickle.loads(call)
-        del call
-        Path(directory, CALLED_FILE).touch()
-        with after_import("horovod.common.basics", _reject_unusable_horovod):
-            outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
-    except BaseException as error:
-        outcome = ("error", report_error(error))
-    try:
-        _overwrite(partial, pickle.dumps(outcome))
-    except OSError as error:
-        outcome = ("error", report_error(_named(error, directory)))
-        _overwrite(partial, pickle.dumps(outcome))
-    os.replace(partial, Path(directory) / OUTCOME_FILE)
+        try:
+            *_, sys.argv, fn, args, kwargs = cloudpickle.loads(call)
+            del call
+            with contextlib.suppress(OSError):  # the disk is full
+                Path(directory, CALLED_FILE).touch()
+            with after_import("horovod.common.basics", _reject_unusable_horovod):
+                outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
+        except BaseException as error:
+            outcome = ("error", report_error(error))
+        pickle.dump((time.time(), *outcome), file)
     return 0 if outcome[0] == "result" else 1
 
 
@@ -80,24 +80,6 @@ def _reject_unusable_horovod(basics: Any) -> None:
 
     if problem:
         basics.HorovodBasics.init = init
-
-
-def _overwrite(file: Path, content: bytes) -> None:
-    """Replace a file's content, in the space that the file has already."""
-    with open(file, "r+b" if file.exists() else "wb") as opened:
-        opened.write(content)
-        opened.truncate()
-
-
-def _named(error: OSError, directory: str) -> Exception:
-    """Return the error to report instead of one of writing the outcome."""
-    from hvd_estimators.store.storage_errors import naming_full_disk
-
-    try:
-        with naming_full_disk():
-            raise OSError(error.errno, error.strerror, f"{directory}/{OUTCOME_FILE}") from error
-    except Exception as named:
-        return named
 
 
 def _exit(status: int) -> NoReturn:

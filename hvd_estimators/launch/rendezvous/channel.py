@@ -22,8 +22,7 @@ import socket
 import struct
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
@@ -41,29 +40,6 @@ _MAX_BYTES = 64 * 2**20
 
 class AuthenticationError(ConnectionError):
     """Error for a peer that does not know the job's secret, or for a modified message."""
-
-
-class MessageError(ConnectionError):
-    """Error for an authenticated peer whose message is not one of this version's."""
-
-
-# What code that reads a message raises if values are missing or have other types.
-_VALUE_ERRORS = (
-    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
-    zlib.error,
-)
-
-
-@contextlib.contextmanager
-def reading_message(peer: str) -> Iterator[None]:
-    """Turn errors of values in a peer's message into a `MessageError` that names the peer."""
-    try:
-        yield
-    except _VALUE_ERRORS as e:
-        raise MessageError(
-            f"{peer} sent a message that this version of hvd_estimators does not send "
-            f"({type(e).__name__}: {str(e)[:200]}). Use one version on all machines."
-        ) from e
 
 
 def new_secret() -> bytes:
@@ -199,10 +175,8 @@ class Channel:
         ------
         AuthenticationError
             If the data is not the other end's next message.
-        MessageError
-            If the message is not a dict in JSON.
         OSError
-            If the connection ends, or a time limit has passed.
+            If the connection ends, a time limit has passed, or the message is not a dict in JSON.
         """
         first = receive_exactly(self._connection, 1, time.monotonic() + idle)
         deadline = time.monotonic() + seconds
@@ -215,19 +189,10 @@ class Channel:
         if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
             raise AuthenticationError("A message was changed, or is not the next one.")
         text, _, body = payload.partition(b"\n")
-        with reading_message(self.peer):
-            message = json.loads(text)
-            if not isinstance(message, dict):
-                raise TypeError(f"expected an object, found {message!r}")
-        return message, body
-
-    def is_readable(self, seconds: float) -> bool:
-        """Return whether a message begins, or the connection ends, within some seconds."""
-        poller = select.poll()
-        with contextlib.suppress(ValueError):  # closed
-            poller.register(self._connection, select.POLLIN)
-            return bool(poller.poll(seconds * 1000))
-        return True
+        try:
+            return dict(json.loads(text)), body
+        except (TypeError, ValueError) as error:
+            raise ConnectionError(f"{self.peer} sent no message: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -457,8 +422,6 @@ class Listener:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._serve(connection, mark_authenticated)
-        except MessageError as error:
-            logger.warning("A message could not be answered: %s", error)
         except OSError:
             pass  # the other end has disconnected, or is not part of the job
         except Exception:

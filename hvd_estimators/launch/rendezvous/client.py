@@ -11,19 +11,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
-from hvd_estimators.launch.rendezvous.channel import (
-    AuthenticationError,
-    Channel,
-    MessageError,
-    reading_message,
-)
-from hvd_estimators.launch.rendezvous.server import INVALID, Answer, Failure, JobStore
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
+from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
 PROXY_ADDRESS_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -44,7 +38,7 @@ KEYS_SCOPE = "keys"
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
-_OK, _BAD_REQUEST = 200, 400
+_OK = 200
 
 
 class PeerLostError(ConnectionError):
@@ -65,7 +59,7 @@ class RendezvousClient(Protocol):
     """Interface between a rank's task and the rendezvous."""
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
-        """Send a message and return its answer; raises `PeerLostError` and `MessageError`."""
+        """Send a message and return its answer; raises `PeerLostError`."""
 
     def failure(self) -> Failure | None:
         """Return the failure that ends the job, if any, without waiting."""
@@ -75,16 +69,11 @@ class RendezvousClient(Protocol):
 
 
 class LocalRendezvousClient:
-    """Client for a store in the same process, for rank 0's task.
-
-    It sends no heartbeats: the rank cannot be lost while this process answers the others, even if
-    its start takes long.
-    """
+    """Client for a store in the same process, for rank 0's task. It sends no heartbeats."""
 
     def __init__(self, store: JobStore, rank: int) -> None:
         self._store = store
         self._rank = rank
-        store.never_lost(rank)
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
         """Return the store's answer to a message."""
@@ -169,59 +158,34 @@ class RemoteRendezvousClient:
         Raises
         ------
         PeerLostError
-            If connections were refused, the connection has ended, or no answer arrived for longer
-            than the time limits.
-        MessageError
-            If the server's version of hvd_estimators does not know the message.
+            If there is no connection, it has ended, or no answer arrived within the time limits.
         """
         message = {"kind": kind, "rank": self._rank, **values}
+        silence = self._patience.silence
         with self._lock:
             if self._lost is not None:
                 raise self._lost
             try:
                 if self._channel is None:
                     self._channel = self._connect()
-                self._channel.send(message, body, self._patience.silence)
-                answer, content = self._receive(self._channel)
-            except MessageError:
-                raise
+                self._channel.send(message, body, silence)
+                return self._channel.receive(silence, silence)
             except OSError as error:
                 self._lost = self._loss(error)
                 raise self._lost from error
-        if answer.get("status") == INVALID:
-            raise MessageError(f"{self._server_host} rejects a message: {answer.get('error')}")
-        return answer, content
-
-    def _receive(self, channel: Channel) -> Answer:
-        # Counts attempts instead of seconds, because this process may be paused meanwhile.
-        attempts = max(round(self._patience.silence / self._patience.attempt), 1)
-        if not any(channel.is_readable(self._patience.attempt) for _ in range(attempts)):
-            raise TimeoutError("timed out")
-        return channel.receive(self._patience.attempt, self._patience.silence)
 
     def _connect(self) -> Channel:
         """Connect as soon as rank 0's task listens, and the network is up."""
-        refused = silent = 0.0
+        started = time.monotonic()
         while True:
-            started = time.monotonic()
             try:
                 return Channel.open(self._endpoint, self._secret, self._patience.attempt)
             except OSError as error:
-                # Limited, because this process may have been paused.
-                seconds = min(time.monotonic() - started, self._patience.attempt + 1.0)
-                if isinstance(error, _REFUSALS):
-                    refused += seconds + self._patience.pause
-                else:
-                    # An unstable network link may briefly refuse connections.
-                    refused, silent = 0.0, silent + refused + seconds + self._patience.pause
-                if refused > self._patience.refused:
-                    raise self._loss(
-                        error, f"has refused connections for {refused:.0f} s"
-                    ) from error
-                if refused + silent >= self._patience.silence:
-                    raise self._loss(
-                        error, f"has not answered for {refused + silent:.0f} s"
-                    ) from error
+                seconds = time.monotonic() - started
+                is_refused = isinstance(error, _REFUSALS)
+                if seconds > (self._patience.refused if is_refused else self._patience.silence):
+                    what = "refused connections" if is_refused else "not answered"
+                    raise self._loss(error, f"has {what} for {seconds:.0f} s") from error
             time.sleep(self._patience.pause)
 
     def _loss(self, error: OSError, why: str = "") -> PeerLostError:
@@ -240,18 +204,13 @@ class RemoteRendezvousClient:
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._patience.beat):
             try:
-                reply, _ = self.request("alive")
-                with reading_message(f"Rank 0 on {self._server_host}"):
-                    failure = reply["failure"] and Failure(**reply["failure"])
+                failure = self.request("alive")[0]["failure"]
             except PeerLostError as error:
                 if not self._ended.is_set():
                     self._failure = error.failure
                 return
-            except MessageError as error:
-                self._failure = Failure(self._rank, socket.gethostname(), f"failed: {error}")
-                return
             if failure:
-                self._failure = failure
+                self._failure = Failure(**failure)
 
 
 class RankClient:
@@ -283,8 +242,6 @@ class RankClient:
 
         Raises
         ------
-        MessageError
-            If the rendezvous does not know the message.
         ConnectionError
             If the task of rank 0 cannot be reached.
         """
@@ -302,11 +259,10 @@ class RankClient:
             raise ConnectionError(f"The rank's parent sent no answer: {error!r}.") from error
         finally:
             connection.close()
-        if answer.status == _BAD_REQUEST and content:
-            raise MessageError(content.decode(errors="replace"))
         if answer.status != _OK:
             raise ConnectionError(
-                f"The rendezvous in the task of rank 0 cannot be reached (status {answer.status})."
+                "The rendezvous in the task of rank 0 does not answer: status "
+                f"{answer.status} {content.decode(errors='replace')}"
             )
         head, _, content = content.partition(b"\n")
         return json.loads(head), content

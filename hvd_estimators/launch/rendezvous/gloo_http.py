@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import re
 import secrets
 import socket
@@ -24,8 +23,6 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import (
     LOOPBACK,
     Listener,
-    MessageError,
-    reading_message,
     receive_exactly,
     receive_some,
 )
@@ -54,13 +51,11 @@ _END_OF_HEAD = b"\r\n\r\n"
 _METHODS = ("PUT", "GET", "DELETE")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
 # Kinds of requests of `RankClient`, whose keys do not mix with the keys of Horovod's Gloo.
-_KEYS_KINDS = ("set", "get", "get_all", "add", "append", "compare_set", "wait", "delete", "count")
+_KEYS_KINDS = ("set", "get", "add", "append", "compare_set", "wait", "delete", "count")
 # The scope that connects all ranks. Horovod connects it first.
 _GLOBAL_SCOPE = "global_"
 
 _OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404, 503
-
-logger = logging.getLogger(__name__)
 
 
 class GlooProxy:
@@ -115,9 +110,6 @@ class GlooProxy:
                     status, body = self._reply(method, path, begun + rest)
                 except PeerLostError:
                     status = _UNAVAILABLE
-                except MessageError as error:
-                    logger.warning("A request of a rank is rejected: %s", error)
-                    status, body = _BAD_REQUEST, str(error).encode()
         connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
@@ -127,10 +119,7 @@ class GlooProxy:
         if kind not in _KEYS_KINDS:
             return _BAD_REQUEST, b""
         values, _, body = content.partition(b"\n")
-        with reading_message("This host's rank"):
-            arguments = {**json.loads(values), "scope": KEYS_SCOPE}
-            if not arguments.keys().isdisjoint(("kind", "rank", "body")):
-                raise ValueError(f"values {sorted(arguments)}")
+        arguments = {**json.loads(values), "scope": KEYS_SCOPE}
         answer, body = self._client.request(kind, body, **arguments)
         return _OK, json.dumps(answer).encode() + b"\n" + body
 
@@ -222,8 +211,6 @@ class GlooKeys:
         ------
         PeerLostError
             If the rendezvous cannot be reached.
-        MessageError
-            If it does not answer as Gloo needs, for example in another version.
         """
         if not key.isdecimal():
             return (_NOT_FOUND if method == "GET" else _OK), b""
@@ -234,7 +221,7 @@ class GlooKeys:
             if scope == _GLOBAL_SCOPE and self._size > 1:
                 self._address_bytes = len(content) // (self._size - 1)
         self._addresses.pop(scope, None)
-        kind = "put" if method == "PUT" else "delete"
+        kind = "set" if method == "PUT" else "delete"
         answer, body = self._client.request(kind, content, scope=scope, key=key)
         return int(answer["status"]), body
 
@@ -243,7 +230,7 @@ class GlooKeys:
         length = self._address_bytes
         if not length or not num_bytes or num_bytes % length or key == own:
             # This is not the Gloo described above.
-            answer, value = self._client.request("get", scope=scope, key=str(key))
+            answer, value = self._client.request("get", scope=scope, keys=[str(key)])
             return int(answer["status"]), value
         addresses = self._addresses.get(scope)
         if addresses is None:
@@ -253,11 +240,6 @@ class GlooKeys:
             )
             if answer["status"] != _OK:
                 return int(answer["status"]), b""
-            if len(addresses) != length * (count - 1):
-                raise MessageError(
-                    f"Rank 0 sent {len(addresses)} bytes for {count - 1} addresses of {length} "
-                    f"bytes in Gloo's scope {scope!r}."
-                )
             self._addresses[scope] = addresses
         place = length * (key - (key > own))
         address = addresses[place : place + length]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -12,27 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import (
-    Channel,
-    Listener,
-    MessageError,
-    reading_message,
-)
+from hvd_estimators.launch.rendezvous.channel import Channel, Listener
 from hvd_estimators.launch.timeouts import Patience
 
 Answer = tuple[dict[str, Any], bytes]
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
-INVALID = 400
-"""Status of the answer to a message with other values than this version's."""
-
-_OK, _NOT_FOUND, _CONFLICT = 200, 404, 409
+_OK, _NOT_FOUND = 200, 404
 
 # More ranks than Gloo can connect.
 _MAX_MEMBERS = 2**16
-
-logger = logging.getLogger(__name__)
-
 
 # If the time between two calls of `check_silence` exceeds this multiple of the interval, this
 # process was paused. The excess then does not count as silence of the ranks.
@@ -102,9 +90,9 @@ class _Waits:
 
 
 class JobStore:
-    """Thread-safe store of Gloo's keys and the state of the ranks.
+    """Thread-safe store of the keys of Gloo and torch, and of the state of the ranks.
 
-    A key that was put can be put again only after it is deleted. A key that was set can change.
+    Rank 0's task runs in the same process, which lives as long, so its silence does not count.
 
     Parameters
     ----------
@@ -126,14 +114,11 @@ class JobStore:
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._hosts: list[str] = []
         self._silent: dict[int, float] = {}
-        self._local: set[int] = set()
         self._done: set[int] = set()
         self._failure: Failure | None = None
         self._handlers: Mapping[str, Callable[..., Answer]] = {
-            "put": self._put,
             "set": self._set,
             "get": self._get,
-            "get_all": self._get_all,
             "get_parts": self._get_parts,
             "add": self._add,
             "append": self._append,
@@ -152,28 +137,14 @@ class JobStore:
             self._hosts = list(hosts)
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
 
-    def never_lost(self, rank: int) -> None:
-        """Register a rank whose task runs in this process, which therefore lives as long."""
-        with self._lock:
-            self._local.add(rank)
-
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
-        """Answer one message from a rank's task.
-
-        Raises
-        ------
-        MessageError
-            If the message has other values than this version's.
-        """
-        with reading_message(f"rank {message.get('rank')}"):
-            arguments = dict(message)
-            handler = self._handlers.get(arguments.pop("kind", ""))
-            if handler is None:
-                raise ValueError(f"kind {message.get('kind')!r}")
-            with self._lock:
-                if arguments["rank"] in self._silent:
-                    self._silent[arguments["rank"]] = 0.0
-                return handler(body=body, **arguments)
+        """Answer one message from a rank's task."""
+        arguments = dict(message)
+        handler = self._handlers[arguments.pop("kind")]
+        with self._lock:
+            if arguments["rank"] in self._silent:
+                self._silent[arguments["rank"]] = 0.0
+            return handler(body=body, **arguments)
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""
@@ -185,7 +156,7 @@ class JobStore:
         A rank that has been silent for too long counts as lost.
         """
         with self._lock:
-            for rank in self._silent.keys() - self._done - self._local:
+            for rank in self._silent.keys() - self._done - {0}:
                 self._silent[rank] += min(seconds, _PAUSED_CHECKS * self.check_seconds)
                 if self._is_lost(rank) and self._failure is None:
                     why = f"has not been heard of for {self._silence:g} s"
@@ -208,21 +179,8 @@ class JobStore:
     def _is_lost(self, rank: int) -> bool:
         return self._silent[rank] >= self._silence
 
-    def _put(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        if self._keys(scope).setdefault(key, body) != body:
-            return {"status": _CONFLICT}, b""
-        self._waits.notify(scope)
-        return {"status": _OK}, b""
-
-    def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        # Gloo waits for the keys of other ranks, which are numbers; it requests other keys once.
-        if key.isdecimal():
-            self._wait_for(scope, [key])
-        value = self._keys(scope).get(key)
-        return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
-
-    def _get_all(self, rank: int, scope: str, keys: Sequence[str], body: bytes) -> Answer:
-        """Return the values of all keys, joined, and their lengths."""
+    def _get(self, rank: int, scope: str, keys: Sequence[str], body: bytes) -> Answer:
+        """Return the values of all keys, joined, and their lengths, when all exist."""
         values = self._values(scope, keys)
         if values is None:
             return {"status": _NOT_FOUND}, b""
@@ -394,12 +352,5 @@ class RendezvousServer:
         mark_authenticated()
         while True:
             # The store itself looks for silent ranks.
-            message, body = channel.receive(timeouts.EVENT_IDLE, self._patience.silence)
-            channel.send(*self._answer(message, body), seconds=self._patience.silence)
-
-    def _answer(self, message: Mapping[str, Any], body: bytes) -> Answer:
-        try:
-            return self.store.handle(message, body)
-        except MessageError as error:
-            logger.warning("A message could not be answered: %s", error)
-            return {"status": INVALID, "error": str(error)}, b""
+            message = channel.receive(timeouts.EVENT_IDLE, self._patience.silence)
+            channel.send(*self.store.handle(*message), seconds=self._patience.silence)

@@ -1,8 +1,7 @@
 """State of an elastic job: rank 0 commits it to the driver, and later ranks restore it.
 
-States travel to the driver's service in parts of some megabytes, so that neither end holds a whole
-state as bytes. The driver keeps states in unnamed files, which no other process can open and which
-disappear with the driver's process.
+The driver keeps states in unnamed files, which no other process can open and which disappear with
+the driver's process.
 
 Horovod's own elastic mode keeps the surviving ranks, and a notification manager in each rank
 triggers a new rendezvous. Here all ranks of a job are relaunched instead. `StateKeeper` replaces
@@ -16,60 +15,27 @@ Runs in the rank, except for `CommitStore`, which runs on the driver.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, Self
 
 import cloudpickle
 
-from hvd_estimators._util.unpickle_imports import load
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.worker import NoNotifications, call_with
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
+from hvd_estimators.launch.rendezvous.channel import Channel
 from hvd_estimators.launch.service.server import (
     SERVICE_VARIABLE,
     DriverService,
     connect_to_driver,
 )
 
-
-class StatePickler(cloudpickle.Pickler):
-    """Pickler that serializes torch tensors as NumPy arrays that share their memory.
-
-    torch itself creates bytes for each tensor, and pickle keeps them until everything is written.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return the reduction of an object; called by pickle."""
-        # Does not import torch: if there are tensors, torch is already imported.
-        if (type(obj).__module__, type(obj).__qualname__) == ("torch", "Tensor"):
-            array = _array_of(obj)
-            if array is not None:
-                return sys.modules["torch"].from_numpy, (array,)
-        return super().reducer_override(obj)
-
-
-def _array_of(tensor: Any) -> Any:
-    """Return the array that shares a tensor's memory, or None if there is none."""
-    if tensor.requires_grad or not tensor.is_contiguous():
-        return None
-    try:
-        return tensor.numpy()
-    # The tensor is on a GPU, sparse, or of a type that NumPy lacks.
-    except (TypeError, RuntimeError):
-        return None
-
-
 _PART_BYTES = 4 * 2**20
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +51,6 @@ class CommitStore:
 
     def __init__(self) -> None:
         self.count = 0
-        self._lock = threading.Lock()
         self._files: dict[int, IO[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -97,76 +62,52 @@ class CommitStore:
 
     @contextlib.contextmanager
     def serve(self, service: DriverService) -> Iterator[None]:
-        """Serve the ranks of one launch until the block ends; ignore commits of earlier launches.
+        """Serve the ranks of one launch until the block ends.
 
-        All ranks fetch the commits made before this launch.
+        All ranks fetch the commits made before this launch. Commits that arrive after it are lost.
 
         Parameters
         ----------
         service : DriverService
             The launch's service.
         """
-        launch_ended = threading.Event()
-        before = dict(self._files)
+        received: list[tuple[int, IO[bytes]]] = []
 
         def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            _send_file(channel, before.get(request["state"]))
+            file = self._files.get(request["state"])
+            _send(channel, {"bytes": os.fstat(file.fileno()).st_size if file else 0})
+            offset = 0
+            # Other ranks read from the same file, so its position is not used.
+            while file and (part := os.pread(file.fileno(), _PART_BYTES, offset)):
+                _send(channel, {}, part)
+                offset += len(part)
 
         def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            self._receive(channel, request["state"], launch_ended)
+            file, problem = _unnamed_file(), ""
+            for part in _parts(channel, request["bytes"]):
+                if problem:
+                    continue
+                try:
+                    file.write(part)
+                    file.flush()
+                except OSError as error:
+                    problem = f"{tempfile.gettempdir()}: {error}"
+            if not problem:
+                received.append((request["state"], file))
+                self.count = before + len(received)
+            _send(channel, {"problem": problem})
 
+        before = self.count
         service.add_handler("fetch", fetch)
         service.add_handler("commit", commit)
         try:
             yield
         finally:
-            with self._lock:
-                launch_ended.set()
-
-    def _receive(self, channel: Channel, state: int, launch_ended: threading.Event) -> None:
-        """Receive a state; replace the previous one when the new one is complete."""
-        file: IO[bytes] = _unnamed_file()
-        problem = ""
-        while True:
-            message, body = _receive(channel)
-            if message["kind"] == "end":
-                break
-            try:
-                file.write(b"" if problem else body)
-            except OSError as error:
-                problem = str(error)
-                file.close()
-                file = io.BytesIO()
-        try:
-            file.flush()
-        except OSError as error:
-            problem = str(error)
-        if problem:
-            _send(channel, {"kind": "rejected", "why": f"{tempfile.gettempdir()}: {problem}"})
-            return
-        with self._lock:
-            if launch_ended.is_set():
-                return
-            self._files[state] = file
-            self.count += 1
-        _send(channel, {"kind": "stored"})
+            self._files |= dict(received)
 
 
 def _unnamed_file() -> IO[bytes]:
     return tempfile.TemporaryFile(prefix="hvd-estimators-commit-")
-
-
-def _send_file(channel: Channel, file: IO[bytes] | None) -> None:
-    if file is None:
-        _send(channel, {"kind": "none"})
-        return
-    _send(channel, {"kind": "state"})
-    offset = 0
-    # Other ranks read from the same file, so its position is not used.
-    while part := os.pread(file.fileno(), _PART_BYTES, offset):
-        _send(channel, {"kind": "part"}, part)
-        offset += len(part)
-    _send(channel, {"kind": "end"})
 
 
 def _send(channel: Channel, message: Mapping[str, Any], body: bytes = b"") -> None:
@@ -175,6 +116,14 @@ def _send(channel: Channel, message: Mapping[str, Any], body: bytes = b"") -> No
 
 def _receive(channel: Channel) -> tuple[dict[str, Any], bytes]:
     return channel.receive(timeouts.COMMIT_MESSAGE, timeouts.COMMIT_MESSAGE)
+
+
+def _parts(channel: Channel, count: int) -> Iterator[bytes]:
+    """Receive a number of bytes in parts."""
+    while count > 0:
+        _, part = _receive(channel)
+        count -= len(part)
+        yield part
 
 
 def commit(address: str, state: int, value: Any) -> None:
@@ -196,22 +145,17 @@ def commit(address: str, state: int, value: Any) -> None:
     UnreachableError
         If the driver cannot be reached.
     """
-
-    def send(channel: Channel) -> None:
-        _send(channel, {"kind": "commit", "state": state})
-        # The buffer passes large arrays without copying them.
-        parts = io.BufferedWriter(_Parts(channel), _PART_BYTES)
-        StatePickler(parts, protocol=5).dump(value)
-        parts.flush()
-        _send(channel, {"kind": "end"})
-        reply, _ = _receive(channel)
-        if reply["kind"] != "stored":
-            raise StoreError(
-                f"The driver cannot store the committed state ({reply['why']}). Set TMPDIR on the "
-                "driver to a folder with more space."
-            )
-
-    _converse(address, send)
+    pickled = memoryview(cloudpickle.dumps(value))
+    with _connected(address) as channel:
+        _send(channel, {"kind": "commit", "state": state, "bytes": len(pickled)})
+        for start in range(0, len(pickled), _PART_BYTES):
+            _send(channel, {}, bytes(pickled[start : start + _PART_BYTES]))
+        problem = _receive(channel)[0]["problem"]
+    if problem:
+        raise StoreError(
+            f"The driver cannot store the committed state ({problem}). Set TMPDIR on the driver to "
+            "a folder with more space."
+        )
 
 
 def fetch(address: str, state: int) -> Any:
@@ -219,71 +163,24 @@ def fetch(address: str, state: int) -> Any:
 
     Runs in the rank. It has the parameters and errors of `commit`.
     """
-
-    def receive(channel: Channel) -> Any:
+    with _connected(address) as channel:
         _send(channel, {"kind": "fetch", "state": state})
-        reply, _ = _receive(channel)
-        if reply["kind"] == "none":
-            return None
-        return load(io.BufferedReader(_Stream(channel), 2**20))
-
-    return _converse(address, receive)
+        pickled = b"".join(_parts(channel, _receive(channel)[0]["bytes"]))
+    return loads(pickled) if pickled else None
 
 
-def _converse(address: str, conversation: Callable[[Channel], T]) -> T:
-    """Communicate with the driver on a new connection; restart from the beginning if it breaks."""
-    deadline = time.monotonic() + timeouts.COMMIT_RETRY
-    while True:
-        try:
-            with connect_to_driver(address) as channel:
-                return conversation(channel)
-        except StoreError:
-            raise
-        except OSError as error:
-            if isinstance(error, AuthenticationError) or time.monotonic() > deadline:
-                host, port, _ = address.rsplit(":", 2)
-                raise UnreachableError(
-                    f"The driver, which stores the commits of ranks, cannot be reached at {host} "
-                    f"port {port}: {error}"
-                ) from error
-        time.sleep(timeouts.COMMIT_PAUSE)
-
-
-class _Parts(io.RawIOBase):
-    """Writable stream whose bytes are sent in parts."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        part = bytes(memoryview(data)[:_PART_BYTES])
-        _send(self._channel, {"kind": "part"}, part)
-        return len(part)
-
-
-class _Stream(io.RawIOBase):
-    """Readable stream of a state that arrives in parts."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._part = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._part:
-            message, body = _receive(self._channel)
-            if message["kind"] == "end":
-                return 0
-            self._part = memoryview(body)
-        count = min(len(buffer), len(self._part))
-        buffer[:count] = self._part[:count]
-        self._part = self._part[count:]
-        return count
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[Channel]:
+    """Connect to the driver. If that fails, or breaks, the rank ends, and a relaunch covers it."""
+    try:
+        with connect_to_driver(address, timeouts.COMMIT_MESSAGE) as channel:
+            yield channel
+    except OSError as error:
+        host, port, _ = address.rsplit(":", 2)
+        raise UnreachableError(
+            f"The driver, which stores the commits of ranks, cannot be reached at {host} port "
+            f"{port}: {error}"
+        ) from error
 
 
 # Prefixes of the attributes with saved values in states and their handlers. TensorFlowState uses

@@ -448,8 +448,9 @@ class _Messages:
             self._relay.close(timeouts.MESSAGES_CLOSE)
         self._events.close()
 
-    def _deliver(self, messages: Sequence[tuple[str, str]]) -> None:
-        self._events.send_all([RankMessage(self._rank, text.rstrip("\n")) for _, text in messages])
+    def _deliver(self, stream: str, messages: Sequence[str]) -> None:
+        for message in messages:
+            self._events.send(RankMessage(self._rank, message.rstrip("\n")))
 
 
 _lock = threading.Lock()

@@ -19,9 +19,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, MessageError, reading_message
+from hvd_estimators.launch.rendezvous.channel import Channel
 from hvd_estimators.launch.rendezvous.client import PeerLostError
 from hvd_estimators.launch.rendezvous.server import Failure
 from hvd_estimators.launch.service.events import EventSender, RankStage
@@ -56,8 +55,6 @@ def exchange(
 
     Raises
     ------
-    UnreachableError
-        If the driver's answer is not one of this version's.
     PeerLostError
         If the connection to the driver is lost. The task is the lost one, since it has no rank yet.
     """
@@ -67,11 +64,8 @@ def exchange(
         request = {"kind": EXCHANGE, "task": task, "host": host}
         try:
             reply, body = driver.ask(request, text.encode(), timeouts.EXCHANGE_WAIT)
-            with reading_message("The driver"):
-                if reply["complete"]:
-                    return unpacked(body)
-        except MessageError as error:
-            raise UnreachableError(str(error)) from error
+            if reply["complete"]:
+                return unpacked(body)
         except OSError as error:
             # No fallback: the others may have received the answer.
             why = "has lost the connection to the driver, over which tasks exchange their addresses"
@@ -133,11 +127,10 @@ class ExchangeServer:
 
     def answer(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
         """Answer a task's message when all messages have arrived, or the tasks use Spark."""
-        with reading_message(channel.peer):
-            task, host = int(request["task"]), str(request["host"])
-            if not 0 <= task < self._tasks:
-                raise ValueError(f"task {task}, among {self._tasks} tasks")
-            json.loads(body)
+        task, host = int(request["task"]), str(request["host"])
+        if not 0 <= task < self._tasks:
+            raise ValueError(f"task {task}, among {self._tasks} tasks")
+        json.loads(body)
         self._on_stage(RankStage(-1, task, host, Stage.STARTED))
         reply = self._gather(task, body)
         channel.send({"complete": bool(reply)}, reply, timeouts.EXCHANGE_ANSWER)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +17,10 @@ from typing import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, Handler, RankStage
-from hvd_estimators.launch.stage import EXPLANATIONS, STARTED_BY_SPARK, Stage
+from hvd_estimators.launch.stage import EXPLANATIONS, Stage
 
 logger = logging.getLogger(__name__)
 
-# Each further warning about the same ranks waits this many times longer than the one before.
-_REPEAT_FACTOR = 8
 _MOST_NAMED_RANKS = 8
 
 
@@ -68,9 +65,8 @@ def observing_launches(observe: Callable[[LaunchState], None]) -> Iterator[None]
 class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
-    A thread warns if ranks stay in the earliest stage of all ranks for 10 seconds, or for 20 if the
-    driver's machine is busy. It warns again if the stage or the ranks change, and otherwise rarely.
-    It ends when all ranks are in their function.
+    A thread warns if ranks stay in the earliest stage of all ranks for 10 seconds, and again if the
+    stage or the ranks change. It ends when all ranks are in their function.
 
     Parameters
     ----------
@@ -82,7 +78,7 @@ class LaunchWatch:
     """
 
     def __init__(self, num_ranks: int, host: str = "") -> None:
-        self._running_tasks: Callable[[], Mapping[int, str] | None] = dict
+        self._running_tasks: Callable[[], Mapping[int, str]] = dict
         self._host = host
         self._lock = threading.Lock()
         first = Stage.CONNECTED if host else Stage.WAITING
@@ -91,19 +87,15 @@ class LaunchWatch:
             for number in range(num_ranks)
         }
         self._since = dict.fromkeys(self._stages, time.monotonic())
-        self._running: Mapping[int, str] = {}
-        self._warned: tuple[bool, list[RankStage]] | None = None
-        self._pause = self._next_warning = 0.0
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._observer = _observer.get()
         self._observe()
 
-    def with_running_tasks(self, running_tasks: Callable[[], Mapping[int, str] | None]) -> Self:
+    def with_running_tasks(self, running_tasks: Callable[[], Mapping[int, str]]) -> Self:
         """Set the function that returns the hosts of the tasks that Spark has started.
 
-        It is asked about tasks that have not reported. It returns None while the launch waits its
-        turn, because other launches of this package hold the task slots.
+        They name the hosts of tasks that have not reported.
         """
         self._running_tasks = running_tasks
         return self
@@ -155,38 +147,29 @@ class LaunchWatch:
             self._observer(LaunchState(len(stages), Stage(earliest), stages.count(earliest)))
 
     def _watch(self) -> None:
+        warned: list[RankStage] = []
         while not self._finished.wait(timeouts.STAGE_POLL):
             self._ask_spark()
-            limit = timeouts.STAGE_WARNING_IF_BUSY if is_busy() else timeouts.STAGE_WARNING
-            now = time.monotonic()
+            before = time.monotonic() - timeouts.STAGE_WARNING
             with self._lock:
                 stage = Stage(min(at.stage for at in self._stages.values()))
-                late = {
-                    task: now - self._since[task]
+                late = [
+                    at
                     for task, at in self._stages.items()
-                    if at.stage == stage and now - self._since[task] >= limit
-                }
-                ranks = [self._stages[task] for task in late]
+                    if at.stage == stage and self._since[task] <= before
+                ]
             if stage == Stage.FUNCTION:
                 return
-            is_started = bool(self._running.keys() & late)
-            is_new = (is_started, ranks) != self._warned
-            if not late or not (is_new or now >= self._next_warning):
-                continue
-            self._pause = _REPEAT_FACTOR * (limit if is_new else self._pause)
-            self._warned, self._next_warning = (is_started, ranks), now + self._pause
-            logger.warning(
-                "The launch waits for %s, in stage '%s' for %.0f s: %s.",
-                *(_titles(ranks), stage.label, max(late.values())),
-                STARTED_BY_SPARK if is_started else EXPLANATIONS[stage],
-            )
+            if late and late != warned:
+                logger.warning(
+                    "The launch waits for %s, in stage '%s' for %.0f s or more: %s.",
+                    *(_titles(late), stage.label, timeouts.STAGE_WARNING, EXPLANATIONS[stage]),
+                )
+                warned = late
 
     def _ask_spark(self) -> None:
-        """Record the tasks that Spark has started, and that have not reported."""
-        with self._lock:
-            waiting = {task for task, at in self._stages.items() if at.stage == Stage.WAITING}
-        if not waiting:
-            self._running = {}
+        """Record the hosts of the tasks that Spark has started, and that have not reported."""
+        if all(at.host for at in self._stages.values()):
             return
         try:
             running = self._running_tasks()
@@ -194,17 +177,9 @@ class LaunchWatch:
             logger.debug("Spark does not answer which tasks run", exc_info=True)
             return
         with self._lock:
-            for task in waiting:
-                if running is None or (task in running and task not in self._running):
-                    self._since[task] = time.monotonic()
-                if running and self._stages[task].stage == Stage.WAITING:
-                    self._stages[task] = replace(self._stages[task], host=running.get(task, ""))
-        self._running = running or {}
-
-
-def is_busy() -> bool:
-    """Return whether more processes want to run on this machine than it has cores."""
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
+            for task, host in running.items():
+                if task in self._stages and not self._stages[task].host:
+                    self._stages[task] = replace(self._stages[task], host=host)
 
 
 def _title(at: RankStage) -> str:

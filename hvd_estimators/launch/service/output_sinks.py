@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TextIO
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.service.events import Event, Handler, RankMessage, RankOutput
-
-LineHandler = Callable[[list[str]], None]
-"""Called with lines of a rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +70,6 @@ class Outlets:
         self.streams = tuple(s for s in streams if verbose >= 2 or s in self._files)
         """Names of the streams that the driver needs; an empty name means both streams as one."""
 
-    def line_handlers(
-        self, put: Callable[[str, list[str]], None]
-    ) -> tuple[LineHandler | None, LineHandler | None]:
-        """Return a rank's line handlers: for standard output (or both), and for standard error.
-
-        Parameters
-        ----------
-        put : callable
-            Called with the stream's name and lines, if the driver should receive them.
-        """
-        names = ("stdout", "stderr") if self.are_separate else ("",)
-        handlers = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
-        return handlers[0], handlers[1] if self.are_separate else None
-
     def handler(self, on_event: Handler | None) -> Handler:
         """Return an event handler that writes lines to their files.
 
@@ -117,10 +98,6 @@ class Outlets:
                     logger.warning("%s: cannot be written to", event.stream, exc_info=True)
 
         return handle
-
-
-def _ignore(lines: list[str]) -> None:
-    pass
 
 
 def _text_file(name: str, file: Any) -> Any:

@@ -16,7 +16,6 @@ from hvd_estimators.launch.rendezvous.channel import (
     Channel,
     Listener,
     new_secret,
-    reading_message,
 )
 
 SERVICE_VARIABLE = "HVD_ESTIMATORS_SERVICE"
@@ -71,9 +70,7 @@ class DriverService:
         channel = Channel.accept(connection, self._secret, timeouts.SERVICE_CONNECT)
         mark_authenticated()
         message, body = channel.receive(timeouts.SERVICE_CONNECT, timeouts.SERVICE_CONNECT)
-        with reading_message(channel.peer):
-            handler = self._handlers[message["kind"]]
-        handler(channel, message, body)
+        self._handlers[message["kind"]](channel, message, body)
 
 
 def connect_to_driver(address: str, seconds: float = timeouts.SERVICE_CONNECT) -> Channel:

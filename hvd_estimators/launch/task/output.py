@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.outcome import RankOutcome
-from hvd_estimators.launch.rank.output import Relay, lines_left_out
+from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.rank_logs import RankLog
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage
 from hvd_estimators.launch.task.job import Job
-
-# Spark does not limit an executor's log, a file on its disk.
-_LOG_CHARS = 2**26
 
 
 class TaskOutput:
     """Context manager around a rank's process that forwards the lines of its output.
 
-    The first 64 MiB go to the executor's log, whose last line reports how many lines were left out.
-    Streams that the job requests also go to the driver. Both
+    All lines go to the executor's log. Streams that the job requests also go to the driver. Both
     ends of the output go to the job's `RankLogs`, if it has them.
 
     Parameters
@@ -40,17 +36,24 @@ class TaskOutput:
         self._job = job
         self._driver = driver
         self._rank_log = RankLog(job.rank_logs, rank)
-        self._logged_chars = self._num_left_out = 0
         self._reporting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._rank_log.__enter__()
         self._relay = Relay(self._send) if self._job.streams else None
-        self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
-        """Handler of standard output lines, or of both streams' lines."""
-        self.on_error_lines = self._line_handler("stderr") if self._job.separate_streams else None
-        """Handler of standard error lines; None if one handler gets both streams."""
         return self
+
+    def handle(self, stream: str, lines: list[str]) -> None:
+        """Forward lines of a stream."""
+        self._rank_log.add(lines)
+        is_sent = stream in self._job.streams
+        if is_sent and self._relay is not None:
+            self._relay.put(stream, lines)
+        # On one machine, the log is the driver's standard error. There, lines would be shown twice,
+        # or nothing should be shown.
+        is_shown = is_sent and self._driver.is_connected
+        if not self._job.one_machine or (self._job.verbose > 0 and not is_shown):
+            sys.stderr.write(self._marked(lines))
 
     def report(self, stage: RankStage) -> None:
         """Report the rank's last stage, in another thread: the driver may read output slowly."""
@@ -64,10 +67,10 @@ class TaskOutput:
         self._reporting.start()
 
     def log_error(self, outcome: RankOutcome) -> None:
-        """Write the full traceback of a rank's exception to its log, and a remote executor's."""
+        """Write the traceback of a rank's exception to its log, and a remote executor's."""
         self._rank_log.add_outcome(outcome)
         if outcome.report is not None and not self._job.one_machine:
-            lines = outcome.report.full_traceback.splitlines(keepends=True)
+            lines = outcome.report.traceback.splitlines(keepends=True)
             sys.stderr.write(self._marked(lines))
 
     def __exit__(self, *exc_info: object) -> None:
@@ -75,43 +78,10 @@ class TaskOutput:
             self._relay.close()
         if self._reporting is not None:
             self._reporting.join(timeouts.STAGE_CLOSE)
-        if self._num_left_out:
-            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_left_out)}")
         self._rank_log.__exit__()
-
-    def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
-        is_sent = stream in self._job.streams
-
-        def handle(lines: list[str]) -> None:
-            self._rank_log.add(lines)
-            if is_sent and self._relay is not None:
-                self._relay.put(stream, lines)
-            if self._is_logged(is_sent):
-                self._log(lines)
-
-        return handle
-
-    def _is_logged(self, is_sent: bool) -> bool:
-        """Return whether lines go to the executor's log.
-
-        On one machine, this log is the driver's standard error. There, lines would be shown twice,
-        or nothing should be shown.
-        """
-        if not self._job.one_machine:
-            return True
-        is_shown = is_sent and self._driver.is_connected
-        return self._job.verbose > 0 and not is_shown
-
-    def _log(self, lines: list[str]) -> None:
-        text = self._marked(lines)
-        self._logged_chars += len(text)
-        if self._logged_chars > _LOG_CHARS:
-            self._num_left_out += len(lines)
-        else:
-            sys.stderr.write(text)
 
     def _marked(self, lines: Sequence[str]) -> str:
         return "".join(f"[{self._rank}] {line}" for line in lines)
 
-    def _send(self, lines: Sequence[tuple[str, str]]) -> None:
-        self._driver.send_all([RankOutput(self._rank, line, stream) for stream, line in lines])
+    def _send(self, stream: str, lines: Sequence[str]) -> None:
+        self._driver.send_all([RankOutput(self._rank, line, stream) for line in lines])

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
+from hvd_estimators.exceptions import (
+    DependencyError,
+    GpuError,
+    ResultsError,
+    StoreError,
+    UnreachableError,
+)
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import RankOutcome
@@ -56,7 +62,7 @@ from hvd_estimators.launch.task.output import TaskOutput
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-OUTCOME_SCHEMA = "task int, host string, chunk int, chunks int, bytes binary"
+OUTCOME_SCHEMA = "outcome binary"
 """Columns of the rows that `run_rank` yields, as a Spark DDL string."""
 
 LESS_RESULTS = (
@@ -65,9 +71,8 @@ LESS_RESULTS = (
 )
 """Advice for results that are too large."""
 
-
-# An outcome is sent as several rows, so that no Arrow value approaches 2 GiB.
-_CHUNK_BYTES = 64 * 2**20
+MOST_BYTES = 2**30
+"""Maximum size of a rank's result; an Arrow value has less than 2 GiB."""
 
 
 def hosts_without(
@@ -97,16 +102,7 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
         driver's JVM runs out of memory while it collects, Spark returns the rows so far as if they
         were complete.
     """
-    chunks: dict[int, dict[int, bytes]] = {}
-    num_chunks: dict[int, int] = {}
-    for row in rows:
-        chunks.setdefault(row["task"], {})[row["chunk"]] = bytes(row["bytes"])
-        num_chunks[row["task"]] = row["chunks"]
-    outcomes = [
-        RankOutcome(**pickle.loads(b"".join(parts[chunk] for chunk in sorted(parts))))
-        for task, parts in chunks.items()
-        if len(parts) == num_chunks[task]
-    ]
+    outcomes = [RankOutcome(**pickle.loads(row["outcome"])) for row in rows]
     if len(outcomes) < num_ranks and not any(outcome.failed for outcome in outcomes):
         missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in outcomes})
         raise ResultsError(
@@ -125,7 +121,7 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     task, host = context.partitionId(), socket.gethostname()
     try:
         outcome = _run_rank(context, job)
-    except (DependencyError, GpuError, UnreachableError) as error:
+    except (DependencyError, GpuError, StoreError, UnreachableError) as error:
         kind = type(error).__name__
         outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
     except PeerLostError as error:
@@ -133,17 +129,7 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
         why = f"Not started because {error}."
         outcome = RankOutcome(task, host, None, "lost", why, "", time.time(), lost)
     document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
-    starts = range(0, len(document), _CHUNK_BYTES)
-    for chunk, start in enumerate(starts):
-        yield pa.RecordBatch.from_pydict(
-            {
-                "task": pa.array([task], pa.int32()),
-                "host": [outcome.host],
-                "chunk": pa.array([chunk], pa.int32()),
-                "chunks": pa.array([len(starts)], pa.int32()),
-                "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
-            }
-        )
+    yield pa.RecordBatch.from_pydict({"outcome": pa.array([document], pa.binary())})
 
 
 def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
@@ -216,7 +202,8 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
                 addresses[task],
                 client,
                 gpu_variables(context, job, slot),
-                (output.on_lines, output.on_error_lines),
+                output.handle,
+                separate_streams=job.separate_streams,
                 on_called=functools.partial(output.report, report(Stage.FUNCTION)),
             ) as process,
         ):

@@ -1,9 +1,10 @@
 """Client of warm processes, which have imported a framework and fork ranks.
 
 A warm process belongs to a Spark executor's Python, or to a process that uses `LocalBackend`. It
-ends with its owner, or a minute after its last rank. Clients find it by a socket in a directory
-that only this user can access. The socket's name contains the owner and a digest of everything that
-may affect imports: Python, environment, working directory, limits and modules.
+ends with its owner, or a minute after its last rank. Clients find it by an abstract socket, which
+ends with the process. Each end checks that the other one belongs to the same user. The socket's
+name contains the owner and a digest of everything that may affect imports: Python, environment,
+working directory, mounts and modules.
 
 The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, see
 `has_warm_start_calls`. If anything fails, the rank starts in a fresh process.
@@ -12,24 +13,21 @@ The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-import resource
 import select
 import socket
 import struct
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators._util.import_path import python_module
-from hvd_estimators._util.process_identity import process_stat
+from hvd_estimators._util.process_identity import namespace_id, process_stat
 from hvd_estimators._util.system import has_warm_start_calls
 from hvd_estimators.exceptions import ParamError
 
@@ -46,8 +44,13 @@ _IDLE_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 """Maximum seconds for answers that require at most a fork."""
 
-HELLO, STALE, GO = b"hello", b"stale", b"go"
+HELLO, FORK, GO, END = b"hello", b"fork", b"go", b"end"
 """Messages between warm process and client."""
+
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of the other end of a socket, as Linux packs them."""
+
+_SOCKETS = Path("/proc/net/unix")
 
 # Imports from a slow disk take long.
 _IMPORT_SECONDS = 120.0
@@ -68,48 +71,31 @@ _OF_A_RANK = re.compile(
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def sockets_folder() -> Iterator[int]:
-    """Open the directory of sockets, which only this user can access."""
-    path = Path(tempfile.gettempdir(), f"hvd-estimators-warm-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise PermissionError(f"other users can access {path}")
-        yield folder
-    finally:
-        os.close(folder)
+def connected(name: str) -> socket.socket:
+    """Connect to the warm process with the given socket name.
 
-
-def connected(folder: int, name: str) -> socket.socket:
-    """Connect to the warm process with the given socket name, and mark it as recently used."""
+    Raises
+    ------
+    OSError
+        If there is none, or it belongs to another user.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(ANSWER_SECONDS)
-        connection.connect(address_of(folder, name))
-        with contextlib.suppress(OSError):
-            os.utime(name, dir_fd=folder)
+        connection.connect(f"\0{name}")
+        if peer_of(connection)[1] != os.getuid():
+            raise PermissionError("another user's process has the name of the warm process")
         return connection
     except BaseException:
         connection.close()
         raise
 
 
-def address_of(folder: int, name: str) -> str:
-    """Return a short path of a socket; the directory's own path may be too long for sockets."""
-    return f"/proc/self/fd/{folder}/{name}"
-
-
-def is_alive(owner: str) -> bool:
-    """Return whether the owner that a socket's name specifies is still alive."""
-    pid, _, started = owner.partition(".")
-    try:
-        return process_stat(int(pid)).started == started
-    except (OSError, ValueError):
-        return False
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process ID and the user ID of the other end of a socket."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, user, _ = CREDENTIALS.unpack(packed)
+    return pid, user
 
 
 class ForkedRank:
@@ -224,16 +210,15 @@ class WarmStart:
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
         """Start the warm process, if none exists, so that it imports modules in advance."""
-        with contextlib.suppress(OSError, ValueError), sockets_folder() as folder:
-            name = self._name(executable, env, os.getcwd())
-            self._connect(folder, name, executable, env).close()
+        with contextlib.suppress(OSError, ValueError):
+            self._connect(executable, env).close()
 
     def fork(
         self,
         executable: str,
         env: Mapping[str, str],
         directory: str,
-        files: Mapping[str, int],
+        files: Sequence[int],
     ) -> ForkedRank | None:
         """Start a rank; on failure, log a warning and return None.
 
@@ -245,9 +230,8 @@ class WarmStart:
             The rank's environment.
         directory : str
             The rank's directory, the argument of its main program.
-        files : mapping
-            Descriptors: the ``call`` to read, the ``output`` to write to, the ``lifeline``, and
-            optionally ``errors`` for standard error. Default: standard error goes to ``output``.
+        files : sequence of int
+            Descriptors: the call to read, the lifeline, standard output and standard error.
         """
         try:
             return self._fork(executable, env, directory, files)
@@ -260,74 +244,52 @@ class WarmStart:
             return None
 
     def _fork(
-        self, executable: str, env: Mapping[str, str], directory: str, files: Mapping[str, int]
+        self, executable: str, env: Mapping[str, str], directory: str, files: Sequence[int]
     ) -> ForkedRank:
-        cwd = os.getcwd()
-        spec = {"env": dict(env), "cwd": cwd, "umask": _umask(), "directory": directory}
-        name = self._name(executable, env, cwd)
-        with sockets_folder() as folder, _sent(spec) as written:
-            for is_last in (False, True):
-                connection = self._connect(folder, name, executable, env)
-                try:
-                    connection.settimeout(_IMPORT_SECONDS)
-                    greeting = connection.recv(4096)
-                    if greeting == STALE and not is_last:
-                        connection.close()
-                        continue
-                    if greeting != HELLO:
-                        raise EOFError(greeting.decode(errors="replace") or "it has ended")
-                    connection.settimeout(ANSWER_SECONDS)
-                    given = [files[name] for name in ("call", "lifeline", "output")]
-                    descriptors = [written, *given, files.get("errors", files["output"])]
-                    socket.send_fds(connection, [b"fork"], descriptors)
-                    answer = connection.recv(4096)
-                    # A signal to process 0 would reach this process and its group.
-                    if not answer.isdigit() or int(answer) < 2:
-                        raise EOFError(answer.decode(errors="replace") or "it has ended")
-                    # The fork waits for this message, so that an abandoned rank never starts.
-                    connection.send(GO)
-                    return ForkedRank(int(answer), connection)
-                except BaseException:
-                    connection.close()
-                    raise
-        raise EOFError("modules keep changing")
+        spec = {"env": dict(env), "cwd": os.getcwd(), "directory": directory}
+        with _sent(spec) as written, contextlib.ExitStack() as stack:
+            connection = stack.enter_context(self._connect(executable, env))
+            connection.settimeout(_IMPORT_SECONDS)
+            greeting = connection.recv(4096)
+            if greeting != HELLO:
+                raise EOFError(greeting.decode(errors="replace") or "it has ended")
+            connection.settimeout(ANSWER_SECONDS)
+            socket.send_fds(connection, [FORK], [written, *files])
+            answer = connection.recv(4096)
+            # A signal to process 0 would reach this process and its group.
+            if not answer.isdigit() or int(answer) < 2:
+                raise EOFError(answer.decode(errors="replace") or "it has ended")
+            # The fork waits for this message, so that an abandoned rank never starts.
+            connection.send(GO)
+            stack.pop_all()
+            return ForkedRank(int(answer), connection)
 
-    def _connect(
-        self, folder: int, name: str, executable: str, env: Mapping[str, str]
-    ) -> socket.socket:
-        """Connect to the warm process with the given socket name; start it if none exists."""
-        with contextlib.suppress(OSError):
-            return connected(folder, name)
-        lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    def _connect(self, executable: str, env: Mapping[str, str]) -> socket.socket:
+        """Connect to the warm process for a rank; start it if none exists."""
+        name = self._name(executable, env)
+        for _ in range(2):
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                return connected(name)
+            # Otherwise another process starts it at this moment.
             with contextlib.suppress(OSError):
-                return connected(folder, name)
-            self._make_room(folder)
-            self._start(folder, name, executable, warm_environment(env))
-        finally:
-            os.close(lock)
-        return connected(folder, name)
+                self._start(name, executable, warm_environment(env))
+        return connected(name)
 
-    def _start(self, folder: int, name: str, executable: str, env: Mapping[str, str]) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
+    def _start(self, name: str, executable: str, env: Mapping[str, str]) -> None:
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listening.bind(address_of(folder, name))
+            listening.bind(f"\0{name}")
             listening.listen(64)
+            self._make_room(name)
             watched = []
             for pid in self.owners:
                 watched.append(os.pidfd_open(pid))
                 stack.callback(os.close, watched[-1])
-            if self._owner_name() != name.rpartition("-")[0]:
+            if not name.startswith(self._owner_prefix()):
                 raise ProcessLookupError("its owner has ended")
-            printed = os.memfd_create("hvd-estimators-warm-output")
-            stack.callback(os.close, printed)
             command = python_module("hvd_estimators.launch.rank.worker", executable)
             settings = {
                 "listening": listening.fileno(),
-                "folder": folder,
                 "name": name,
                 "watched": watched,
                 "idle_seconds": self.idle_seconds,
@@ -337,45 +299,33 @@ class WarmStart:
                 [*command, "--warm", json.dumps(settings)],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                pass_fds=(listening.fileno(), folder, *watched),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(listening.fileno(), *watched),
                 start_new_session=True,
             )
         # The warm process continues in a fork that is not a child of this process.
         process.wait(_IMPORT_SECONDS)
 
-    def _make_room(self, folder: int) -> None:
-        """Delete sockets of ended owners, and end the least recently used own warm processes."""
-        own = []
-        for name in os.listdir(folder):
-            owner, _, digest = name.rpartition("-")
-            if not digest or name == "lock":
-                continue
-            # Others may delete sockets too, or put folders here.
-            with contextlib.suppress(OSError):
-                if owner == self._owner_name():
-                    own.append((os.stat(name, dir_fd=folder).st_mtime, name))
-                elif not is_alive(owner):
-                    os.unlink(name, dir_fd=folder)
-        for _, name in sorted(own)[: max(len(own) - _MOST_PROCESSES + 1, 0)]:
-            with contextlib.suppress(OSError):
-                # A warm process ends when its socket has been deleted.
-                os.unlink(name, dir_fd=folder)
+    def _make_room(self, name: str) -> None:
+        """End the owner's other warm processes if there are more than one of them."""
+        prefix = f"@{self._owner_prefix()}"
+        listed = {line.rpartition(" ")[2] for line in _SOCKETS.read_text().splitlines()}
+        others = {each[1:] for each in listed if each.startswith(prefix)} - {name}
+        for other in others if len(others) >= _MOST_PROCESSES else ():
+            with contextlib.suppress(OSError), connected(other) as connection:
+                connection.send(END)
 
-    def _owner_name(self) -> str:
-        return f"{self.owners[0]}.{process_stat(self.owners[0]).started}"
+    def _owner_prefix(self) -> str:
+        return f"hvd-estimators-{self.owners[0]}.{process_stat(self.owners[0]).started}-"
 
-    def _name(self, executable: str, env: Mapping[str, str], cwd: str) -> str:
-        limits = [
-            resource.getrlimit(getattr(resource, name))
-            for name in dir(resource)
-            if name.startswith("RLIMIT_")
-        ]
-        facts = [executable, sorted(warm_environment(env).items()), cwd, limits]
+    def _name(self, executable: str, env: Mapping[str, str]) -> str:
+        facts = [executable, sorted(warm_environment(env).items()), os.getcwd()]
+        # Containers may share a network, and so the names of sockets.
+        facts += [namespace_id("pid"), namespace_id("mnt")]
         document = json.dumps([*facts, list(self.modules), list(self.owners), self.idle_seconds])
         digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).hexdigest()
-        return f"{self._owner_name()}-{digest[:32]}"
+        return f"{self._owner_prefix()}{digest[:32]}"
 
 
 @contextlib.contextmanager
@@ -388,11 +338,3 @@ def _sent(spec: Mapping[str, object]) -> Iterator[int]:
         yield written
     finally:
         os.close(written)
-
-
-def _umask() -> int:
-    """Return this process's umask without setting it, which would affect other threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022

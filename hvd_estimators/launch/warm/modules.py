@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Set
 
 # What a trainer imports when it opens its data. With its first array, PyArrow imports pandas, if
 # that is installed. A module that is not installed is skipped.
@@ -65,8 +65,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
 
     The call contains the names that a function of a script or notebook imports, the modules of its
     arguments' classes, and the trainer of an estimator. Of a function of an installed module it
-    contains only the two names. A rank imports the function's module to load it, so all that this
-    module has imported belongs to the modules, too, and what the function itself imports.
+    contains only the two names, so what this module and the function import is added.
     """
     names: set[str] = set()
     for part in (call[:_SEARCHED_BYTES], call[_SEARCHED_BYTES:][-_SEARCHED_BYTES:]):
@@ -91,42 +90,18 @@ def _listed(name: str) -> str:
     return name
 
 
-def _used_by(names: Collection[str]) -> set[str]:
-    """Return the names of modules that this process's modules and their packages have imported.
-
-    Also return the names in the code of functions, if both the function and its module are named.
-    """
+def _used_by(names: Set[str]) -> set[str]:
+    """Return the modules that named modules of this process use, and names in named functions."""
     found: set[str] = set()
-    to_search = [name for name in names if _is_searched(name)]
-    while to_search:
-        name = to_search.pop()
-        for value in list(getattr(sys.modules[name], "__dict__", {}).values()):
+    for name in names & sys.modules.keys():
+        if name.partition(".")[0] in _LISTED_PACKAGES:
+            continue
+        for value in list(vars(sys.modules[name]).values()):
             if isinstance(value, types.ModuleType):
                 # A plain access would load a module of importlib.util.LazyLoader.
-                used = object.__getattribute__(value, "__dict__").get("__name__")
-            elif isinstance(value, types.FunctionType):
-                used = value.__module__
-                if used == name and value.__name__ in names:
-                    found.update(_names_in(value.__code__))
-            elif isinstance(value, (type, types.BuiltinFunctionType)):
-                used = value.__module__
-            else:
-                used = type(value).__module__
-            if isinstance(used, str) and used not in found:
-                found.add(used)
-                if used.partition(".")[0] == name.partition(".")[0] and _is_searched(used):
-                    to_search.append(used)
+                found.add(object.__getattribute__(value, "__dict__").get("__name__", ""))
+            elif isinstance(value, (type, types.FunctionType)):
+                found.add(str(value.__module__))
+                if isinstance(value, types.FunctionType) and value.__name__ in names:
+                    found.update(value.__code__.co_names)
     return found
-
-
-def _is_searched(name: str) -> bool:
-    """Return whether a module's imports are searched, unless its package has listed modules."""
-    return name in sys.modules and name.partition(".")[0] not in _LISTED_PACKAGES
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function and its nested functions use, such as modules' names."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)

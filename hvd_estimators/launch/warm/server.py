@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators.launch.warm.client import GO, HELLO, STALE
+from hvd_estimators.launch.warm.client import END, FORK, GO, HELLO, peer_of
 
 NAME = "hvd-warm"
 """Name of the process in ``ps`` and ``top``."""
@@ -36,9 +35,7 @@ _REQUEST_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 # jemalloc restarts its thread in a fork.
 _SURVIVORS = {"jemalloc_bg_thd"}
-_PRINTED_BYTES = 2**16
 _NAME_FILE = Path("/proc/self/comm")
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
     ----------
     settings : mapping
         Parameters from `hvd_estimators.launch.warm.client.WarmStart`: descriptors of the listening
-        socket, of its directory and of the owners; the socket's name; modules; idle seconds.
+        socket and of the owners; modules; idle seconds.
     """
     if os.fork():
         os._exit(0)
@@ -85,10 +82,8 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
     except BaseException:
-        server.end()
         os._exit(1)
     if rank is None:
-        server.end()
         os._exit(0)
     _NAME_FILE.write_text(own_name)
     return rank
@@ -97,16 +92,13 @@ def serve(settings: Mapping[str, Any]) -> ForkSpec:
 class _Server:
     def __init__(self, listening: socket.socket, settings: Mapping[str, Any]) -> None:
         self._listening = listening
-        self._folder: int = settings["folder"]
-        self._name: str = settings["name"]
         self._watched: list[int] = settings["watched"]
         self._idle_seconds: float = settings["idle_seconds"]
-        self._inode = os.stat(self._name, dir_fd=self._folder).st_ino
-        self._files: dict[str, tuple[int, int]] = {}
         self._refusal = b""
+        self._is_ending = False
 
     def prepare(self, modules: list[str]) -> None:
-        """Import modules, and record the versions of their files."""
+        """Import modules, and check that they have left no threads."""
         # Imported objects stay alive; collecting garbage would take a fifth of the import time.
         gc.disable()
         for name in modules:
@@ -116,22 +108,17 @@ class _Server:
         threads = _threads_after_a_fork()
         if threads:
             self._refusal = f"imports have started threads: {', '.join(threads)}".encode()
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if isinstance(path, str) and os.path.isabs(path):
-                with contextlib.suppress(OSError):
-                    self._files[path] = _version(path)
         # The collector writes to objects that it visits, so that forks would copy their memory.
         gc.freeze()
         gc.enable()
 
     def run(self) -> ForkSpec | None:
-        """Answer requests until idle, stale or without owner; return the rank in a fork."""
+        """Answer requests until idle or without owner; return the rank in a fork."""
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
         last_use = time.monotonic()
-        while time.monotonic() - last_use < self._idle_seconds and self._is_listed():
+        while time.monotonic() - last_use < self._idle_seconds and not self._is_ending:
             seconds = min(_LOOK_SECONDS, self._idle_seconds)
             ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
             if _has_children():
@@ -146,40 +133,22 @@ class _Server:
                 if rank is not None:
                     return rank
             last_use = time.monotonic()
-            if self._refusal == STALE:
-                break
         return None
 
-    def end(self) -> None:
-        """Delete the socket, so that no further clients find this process."""
-        if self._is_listed():
-            with contextlib.suppress(OSError):
-                os.unlink(self._name, dir_fd=self._folder)
-
-    def _is_listed(self) -> bool:
-        """Return whether the socket still exists and has not been replaced by a newer process."""
-        with contextlib.suppress(OSError):
-            return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
-        return False
-
     def _answer(self, connection: socket.socket) -> ForkSpec | None:
-        pid, uid, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        if uid != os.getuid():
+        pid, user = peer_of(connection)
+        if user != os.getuid():
             return None
         connection.settimeout(_REQUEST_SECONDS)
-        if not self._refusal and not self._is_fresh():
-            self._refusal = STALE
-            self.end()
         connection.send(self._refusal or HELLO)
         if self._refusal:
             return None
         message, descriptors, _, _ = socket.recv_fds(connection, 16, 5)
+        self._is_ending = message == END
         try:
             parent = os.pidfd_open(pid)
             descriptors.append(parent)
-            forked = os.fork() if message == b"fork" and len(descriptors) == 6 else -1
+            forked = os.fork() if message == FORK and len(descriptors) == 6 else -1
         except BaseException:
             _close(descriptors)
             raise
@@ -213,30 +182,18 @@ class _Server:
             spec = json.load(file)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        printed = os.pread(1, _PRINTED_BYTES, 0)
         for source, target in ((call, 0), (output, 1), (errors, 2)):
             os.dup2(source, target)
-        _close([call, output, errors, self._folder, *self._watched])
+        _close([call, output, errors, *self._watched])
         self._listening.close()
-        # Repeat the output of the imports, as if the rank had imported the modules itself.
-        with contextlib.suppress(OSError):
-            os.write(2, printed)
         _be_fresh(spec, lifeline)
         report = socket.socket(fileno=os.dup(connection.fileno()))
         return ForkSpec(spec["directory"], lifeline, parent, report)
-
-    def _is_fresh(self) -> bool:
-        """Return whether the files of all imported modules are unchanged."""
-        try:
-            return all(_version(path) == version for path, version in self._files.items())
-        except OSError:
-            return False
 
 
 def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
     """Set up this process as if it had just been started for a rank."""
     os.chdir(spec["cwd"])
-    os.umask(spec["umask"])
     os.environ.clear()
     os.environ.update(spec["env"])
     sys.argv[1:] = [spec["directory"], str(lifeline)]
@@ -277,11 +234,6 @@ def _has_children() -> bool:
         os.waitpid(-1, os.WNOHANG)
         return True
     return False
-
-
-def _version(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_mtime_ns, status.st_size
 
 
 def _close(descriptors: Iterable[int]) -> None:

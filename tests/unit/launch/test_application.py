@@ -65,16 +65,6 @@ def test_dynamic_allocation_follows_the_setting(master: str, enabled: str, expec
     assert cluster.allocates_dynamically == expected
 
 
-def test_a_local_session_must_run_this_python() -> None:
-    application("local[2]").check_python()
-    # The driver cannot check the Python of other machines.
-    application("spark://host:7077", "/no/such/python").check_python()
-    with pytest.raises(DependencyError, match=r"'/no/such/python'.*PYSPARK_PYTHON"):
-        application("local[2]", "/no/such/python").check_python()
-    with pytest.raises(DependencyError, match=r"runs '.*false' \(which does not start\)"):
-        application("local[2]", "/bin/false").check_python()
-
-
 def test_the_first_of_several_failed_tasks_counts() -> None:
     tasks = [(30, "a", "1"), (20, "b", "9"), (20, "b", "8")]
 

@@ -52,7 +52,8 @@ def leave_files() -> None:
 def test_temporary_files_of_a_killed_rank_are_deleted(folder: Path) -> None:
     lines: list[str] = []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with RankProcess(0, "here", pickle_call(leave_files, (), {}), env, lines.extend) as rank:
+    call = pickle_call(leave_files, (), {})
+    with RankProcess(0, "here", call, env, lambda stream, given: lines.extend(given)) as rank:
         outcome = rank.outcome()
         assert outcome.error_type == "killed"
     number, _, used = lines[-1].strip().partition(" ")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import StoreError, UnreachableError
-from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service import elastic_state
 from hvd_estimators.launch.service.elastic_state import CommitStore, commit, fetch
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
@@ -50,19 +47,10 @@ def test_ranks_fetch_the_last_commit_before_their_launch(store: CommitStore) -> 
     assert store.count == 3
 
 
-def test_a_large_state_arrives_unchanged_and_is_never_in_memory_twice(store: CommitStore) -> None:
-    size = 64 * 2**20
-    weights = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    tracemalloc.start()
-    try:
-        with launched(store) as first:
-            before, _ = tracemalloc.get_traced_memory()
-            commit(first, 0, {"weights": weights, "batch": 3})
-            _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    # Both ends are in this process; NumPy copies an array to bytes to pickle it.
-    assert peak - before < 1.5 * size
+def test_a_large_state_arrives_unchanged(store: CommitStore) -> None:
+    weights = np.random.default_rng(0).integers(0, 256, 64 * 2**20, np.uint8)
+    with launched(store) as first:
+        commit(first, 0, {"weights": weights, "batch": 3})
     with launched(store) as second:
         found = fetch(second, 0)
     np.testing.assert_array_equal(found["weights"], weights)
@@ -73,26 +61,23 @@ def test_a_partial_state_does_not_replace_a_complete_one(store: CommitStore) -> 
     with launched(store) as first:
         commit(first, 0, "whole")
         channel = connect_to_driver(first)
-        channel.send({"kind": "commit", "state": 0})
-        channel.send({"kind": "part"}, b"hal")
+        channel.send({"kind": "commit", "state": 0, "bytes": 6})
+        channel.send({}, b"hal")
         channel.close()
     with launched(store) as second:
         assert fetch(second, 0) == "whole"
 
 
-def test_ranks_of_an_earlier_launch_cannot_commit(
-    store: CommitStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_an_earlier_launch_cannot_commit(store: CommitStore) -> None:
     """As after a network partition, when the ranks of the lost machine still run."""
-    monkeypatch.setattr(timeouts, "COMMIT_RETRY", 0.0)
     with launched(store) as first:
         commit(first, 0, "of the first")
         channel = connect_to_driver(first)
-        channel.send({"kind": "commit", "state": 0})
-        channel.send({"kind": "part"}, b"...")
+        channel.send({"kind": "commit", "state": 0, "bytes": 6})
+        channel.send({}, b"...")
     with launched(store) as second:
         with contextlib.suppress(OSError):
-            channel.send({"kind": "end"})
+            channel.send({}, b"...")
         with pytest.raises(ConnectionError, match=r"closed|reset"):
             channel.receive(5, 5)
         with pytest.raises(UnreachableError, match="cannot be reached at 127"):
@@ -116,26 +101,6 @@ def test_a_full_disk_fails_the_rank_and_keeps_the_previous_commit(
             commit(first, 0, bytes(2**20))
     with launched(store) as second:
         assert fetch(second, 0) == "before"
-
-
-def test_a_commit_is_retried_while_the_driver_is_briefly_unreachable(
-    store: CommitStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeouts, "COMMIT_PAUSE", 0.05)
-    connect = socket.create_connection
-    refusals = [ConnectionRefusedError("refused"), TimeoutError("timed out")]
-
-    def connect_or_not(*arguments: Any, **options: Any) -> socket.socket:
-        if refusals:
-            raise refusals.pop()
-        return connect(*arguments, **options)
-
-    with launched(store) as first:
-        monkeypatch.setattr(socket, "create_connection", connect_or_not)
-        commit(first, 0, "in the end")
-        monkeypatch.undo()
-    assert not refusals
-    assert store.count == 1
 
 
 def test_no_files_or_threads_remain(

@@ -136,7 +136,7 @@ def test_ranks_find_each_other_with_three_messages_per_scope():
         list(pool.map(connect, range(5)))
     for rank, client in enumerate(clients):
         of_rank = [ranks for ranks in scopes.values() if rank in ranks] * 2
-        assert client.kinds == ["put", "get_parts", "delete"] * len(of_rank)
+        assert client.kinds == ["set", "get_parts", "delete"] * len(of_rank)
         assert client.bytes_received == sum(24 * (len(ranks) - 1) for ranks in of_rank)
 
 
@@ -150,7 +150,7 @@ def test_values_that_are_not_one_address_per_rank_arrive_whole():
             for rank, proxy in enumerate((one, two)):
                 ask(proxy, "PUT", f"/{scope}/{rank}", value)
         assert ask(two, "GET", "/local_a/0") == (200, b"0123456789a")
-    assert clients[1].kinds == ["put", "put", "get"]
+    assert clients[1].kinds == ["set", "set", "get"]
 
 
 @pytest.mark.parametrize(

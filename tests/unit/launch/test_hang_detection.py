@@ -19,7 +19,6 @@ from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.hang_detection import (
     HANG_VARIABLE,
     STALL_VARIABLE,
-    HangWatch,
     StallWatch,
     hang_limit,
     is_stopped,
@@ -52,18 +51,21 @@ Traceback (most recent call last):
 
 
 def test_time_counts_while_a_rank_should_leave_signs_but_leaves_none():
-    watch = HangWatch(limit=10, most=2)
+    watch = StallWatch({HANG_VARIABLE: "10"}, most=2)
+
+    def look(mark, now):
+        return watch.update(False, mark, now)
 
     # No time counts before the first sign, and 98 s between two looks count as two.
-    assert [watch.update(None, now) for now in range(0, 100, 2)] == [None] * 50
-    assert [watch.update("a", now) for now in (100, 102, 200, 202, 204)] == [None] * 5
+    assert [look(None, now) for now in range(0, 100, 2)] == [None] * 50
+    assert [look("a", now) for now in (100, 102, 200, 202, 204)] == [None] * 5
     # Eight seconds without a new sign, then a new sign, and nine more seconds.
-    assert [watch.update("b", now) for now in range(206, 216)] == [None] * 10
-    found = watch.update("b", 216)
+    assert [look("b", now) for now in range(206, 216)] == [None] * 10
+    found = look("b", 216)
     assert found is not None
     assert "no progress for 10 s" in found
     assert HANG_VARIABLE in found
-    assert watch.update(None, 217) is None
+    assert look(None, 217) is None
 
 
 def test_signs_are_left_only_inside_the_block(tmp_path, monkeypatch):
@@ -208,13 +210,13 @@ def test_variables_set_the_limit_for_ranks_without_progress(env, limit):
 
 
 def test_time_counts_only_while_a_rank_is_stopped_and_watched():
-    watch = StallWatch(limit=10, most=2)
+    watch = StallWatch({SHUTDOWN: "10"}, most=2)
     looks = [(False, 0), (True, 1), (True, 2), (True, 100), (True, 102), (False, 103)]
 
     # A pause of 98 seconds between two looks counts as two.
-    assert [watch.update(stopped, now) for stopped, now in looks] == [None] * 6
-    assert [watch.update(True, now) for now in range(104, 113)] == [None] * 9
-    found = watch.update(True, 113)
+    assert [watch.update(stopped, None, now) for stopped, now in looks] == [None] * 6
+    assert [watch.update(True, None, now) for now in range(104, 113)] == [None] * 9
+    found = watch.update(True, None, 113)
     assert found is not None
     assert "has been stopped for 10 s" in found
     assert SHUTDOWN in found

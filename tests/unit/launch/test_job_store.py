@@ -7,8 +7,6 @@ from unittest import mock
 import pytest
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import MessageError
-from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -28,33 +26,34 @@ def status(store, *args, **values):
     return tell(store, *args, **values)[0]["status"]
 
 
-def test_a_key_exists_from_put_to_delete():
+def test_a_key_exists_until_it_is_deleted(monkeypatch):
+    monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 0.1)
     store = make_store()
-    place = {"scope": "global", "key": "rank_0"}
-    assert tell(store, "get", rank=1, **place) == ({"status": 404}, b"")
+    place, keys = {"scope": "global", "key": "0"}, {"scope": "global", "keys": ["0"]}
+    assert tell(store, "get", rank=1, **keys) == ({"status": 404}, b"")
 
-    assert status(store, "put", body=b"\0\xff", **place) == 200
-    assert tell(store, "get", rank=1, **place) == ({"status": 200}, b"\0\xff")
-    assert status(store, "get", rank=1, scope="local_a", key="rank_0") == 404
+    assert status(store, "set", body=b"\0\xff", **place) == 200
+    assert tell(store, "get", rank=1, **keys) == ({"status": 200, "lengths": [2]}, b"\0\xff")
+    assert status(store, "get", rank=1, scope="local_a", keys=["0"]) == 404
 
     assert status(store, "delete", **place) == 200
-    assert status(store, "get", rank=1, **place) == 404
+    assert status(store, "get", rank=1, **keys) == 404
     assert status(store, "delete", **place) == 200
 
 
-def test_a_waiting_rank_gets_a_key_when_it_is_put(monkeypatch):
+def test_a_waiting_rank_gets_a_key_when_it_is_set(monkeypatch):
     monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 20.0)
     store = make_store()
     got = []
     waiting = threading.Thread(
-        target=lambda: got.append(tell(store, "get", rank=1, scope="global", key="0"))
+        target=lambda: got.append(tell(store, "get", rank=1, scope="global", keys=["0"]))
     )
     waiting.start()
     waiting.join(0.2)
     assert not got
-    tell(store, "put", body=b"here", scope="global", key="0")
+    tell(store, "set", body=b"here", scope="global", key="0")
     waiting.join()
-    assert got == [({"status": 200}, b"here")]
+    assert got == [({"status": 200, "lengths": [4]}, b"here")]
 
 
 def test_values_of_several_keys_come_together_or_not_at_all(monkeypatch):
@@ -62,13 +61,13 @@ def test_values_of_several_keys_come_together_or_not_at_all(monkeypatch):
     store = make_store()
     for key, value in (("a", b"one"), ("b", b""), ("c", b"three")):
         tell(store, "set", body=value, scope="keys", key=key)
-    assert tell(store, "get_all", scope="keys", keys=["c", "b", "a"]) == (
+    assert tell(store, "get", scope="keys", keys=["c", "b", "a"]) == (
         {"status": 200, "lengths": [5, 0, 3]},
         b"threeone",
     )
-    assert tell(store, "get_all", scope="keys", keys=[]) == ({"status": 200, "lengths": []}, b"")
-    assert tell(store, "get_all", scope="keys", keys=["a", "d"]) == ({"status": 404}, b"")
-    assert tell(store, "get_all", scope="others", keys=["a"]) == ({"status": 404}, b"")
+    assert tell(store, "get", scope="keys", keys=[]) == ({"status": 200, "lengths": []}, b"")
+    assert tell(store, "get", scope="keys", keys=["a", "d"]) == ({"status": 404}, b"")
+    assert tell(store, "get", scope="others", keys=["a"]) == ({"status": 404}, b"")
 
 
 def test_a_rank_gets_its_part_of_each_value(monkeypatch):
@@ -76,11 +75,11 @@ def test_a_rank_gets_its_part_of_each_value(monkeypatch):
     store = make_store(4)
     for rank in (0, 1, 3):
         parts = [f"{rank}>{other}" for other in range(4) if other != rank]
-        tell(store, "put", rank, "".join(parts).encode(), scope="global", key=str(rank))
+        tell(store, "set", rank, "".join(parts).encode(), scope="global", key=str(rank))
     place = {"scope": "global", "count": 4}
     assert tell(store, "get_parts", 2, key="2", **place) == ({"status": 200}, b"0>21>23>2")
     assert tell(store, "get_parts", 0, key="0", **place) == ({"status": 404}, b"")
-    tell(store, "put", 2, b"2>02>12>3", scope="global", key="2")
+    tell(store, "set", 2, b"2>02>12>3", scope="global", key="2")
     assert tell(store, "get_parts", 0, key="0", **place) == ({"status": 200}, b"1>02>03>0")
 
 
@@ -90,7 +89,7 @@ def test_a_key_that_is_deleted_during_a_wait_for_others_is_awaited_again(monkeyp
     tell(store, "set", scope="keys", key="b", body=b"2")
     answers = []
     waiting = threading.Thread(
-        target=lambda: answers.append(tell(store, "get_all", scope="keys", keys=["a", "b"]))
+        target=lambda: answers.append(tell(store, "get", scope="keys", keys=["a", "b"]))
     )
     waiting.start()
     waiting.join(0.1)
@@ -117,29 +116,14 @@ def test_a_key_wakes_only_ranks_that_have_all_their_keys(monkeypatch):
         keys = [str(rank) for rank in range(20)]
         with ThreadPoolExecutor(20) as pool:
             answers = [
-                pool.submit(tell, store, "get_all", rank, scope="keys", keys=keys)
-                for rank in range(20)
+                pool.submit(tell, store, "get", rank, scope="keys", keys=keys) for rank in range(20)
             ]
             for rank in range(20):
-                tell(store, "put", rank, b"value", scope="keys", key=str(rank))
+                tell(store, "set", rank, b"value", scope="keys", key=str(rank))
             assert {answer.result(20)[0]["status"] for answer in answers} == {200}
     # A thread that had not started yet when the last key came does not wait.
     assert 0 < len(woken) <= 20
     assert all(woken)
-
-
-def test_a_key_cannot_be_overwritten():
-    store = make_store()
-    place = {"scope": "global", "key": "0"}
-    assert status(store, "put", body=b"first", **place) == 200
-    assert status(store, "put", rank=1, body=b"other", **place) == 409
-    assert status(store, "put", body=b"first", **place) == 200
-    assert tell(store, "get", **place)[1] == b"first"
-
-
-def test_unknown_messages_are_rejected_by_name():
-    with pytest.raises(MessageError, match=r"rank 0 sent a message .*'__init__'"):
-        make_store().handle({"kind": "__init__", "rank": 0})
 
 
 def test_the_first_failure_is_reported_to_all():
@@ -168,15 +152,14 @@ def test_a_rank_is_lost_only_after_the_silence_limit():
 
 def test_the_stores_own_rank_may_start_late():
     store = make_store()
-    own = LocalRendezvousClient(store, 0)
     for _ in range(100):
         store.check_silence(1.0)
         tell(store, "alive", rank=1)
-    assert own.failure() is None
+    assert store.failure() is None
 
     for _ in range(60):
         store.check_silence(1.0)
-    assert own.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
+    assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
 def test_a_pause_of_the_store_does_not_count_as_silence():

@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 import cloudpickle
 import pytest
@@ -25,11 +24,13 @@ pytestmark = pytest.mark.timeout(60)
 
 MEGABYTES_20 = 20 * 10**6
 
-Lines = Sequence[tuple[str, str]]
 
+def run(fn, on_lines=lambda lines: None):
+    def handle(stream, lines):
+        assert stream == ""
+        on_lines(lines)
 
-def run(fn, on_lines=None):
-    with RankProcess(3, "here", pickle_call(fn, (), {}), os.environ, on_lines) as process:
+    with RankProcess(3, "here", pickle_call(fn, (), {}), os.environ, handle) as process:
         return process.outcome()
 
 
@@ -129,9 +130,13 @@ def test_a_shortened_text_keeps_both_ends(length, left_out):
 
 def test_lines_read_in_time_arrive_complete_and_in_order() -> None:
     taken: list[tuple[str, str]] = []
+
+    def take(stream: str, lines: list[str]) -> None:
+        taken.extend((stream, line) for line in lines)
+
     sent = [("ab"[i % 3 == 0], f"line {i} größe\n") for i in range(20_000)]
 
-    with Relay(taken.extend) as relay:
+    with Relay(take) as relay:
         for stream, line in sent:
             relay.put(stream, [line])
 
@@ -145,9 +150,9 @@ def test_unread_lines_are_counted_and_held_in_bounded_memory(
     monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
     go_on, taken = threading.Event(), []
 
-    def take(lines: Lines) -> None:
+    def take(stream: str, lines: list[str]) -> None:
         go_on.wait()
-        taken.extend(lines)
+        taken.extend((stream, line) for line in lines)
 
     with Relay(take) as relay:
         started = time.monotonic()
@@ -174,10 +179,10 @@ def test_after_a_pause_lines_follow_the_count_of_dropped_lines(
     monkeypatch.setattr(output, "_MOST_BYTES", 10 * 130)
     go_on, entered, taken = threading.Event(), threading.Event(), []
 
-    def take(lines: Lines) -> None:
+    def take(stream: str, lines: list[str]) -> None:
         entered.set()
         go_on.wait()
-        taken.extend(line for _, line in lines)
+        taken.extend(lines)
 
     with Relay(take) as relay:
         relay.put("", ["a\n"])
@@ -197,7 +202,7 @@ def test_a_reader_that_blocks_does_not_delay_closing(
 ) -> None:
     monkeypatch.setattr(output, "_NOTE_SECONDS", 0.1)
     go_on = threading.Event()
-    relay = Relay(lambda lines: go_on.wait() and None)
+    relay = Relay(lambda stream, lines: go_on.wait() and None)
     relay.put("", ["a\n"])
 
     started = time.monotonic()
@@ -212,7 +217,7 @@ def test_a_reader_that_blocks_does_not_delay_closing(
 def test_a_failing_reader_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
     asked = []
 
-    def refuse(lines: Lines) -> None:
+    def refuse(stream: str, lines: list[str]) -> None:
         asked.append(lines)
         raise BrokenPipeError("nobody listens")
 

@@ -1,4 +1,4 @@
-"""Framework log lines that are filtered from the output of ranks."""
+"""Log levels of frameworks on ranks."""
 
 import logging
 import os
@@ -9,70 +9,12 @@ import cloudpickle
 import pytest
 
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.rank import output
-from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.task.job import task_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(60)
-
-NOTES = [
-    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n",
-    "I0000 00:00:1795546954.054387   27923 cudart_stub.cc:31] Could not find cuda drivers\n",
-    "E0000 00:00:1795546976.01    28484 cuda_dnn.cc:8310] Unable to register cuDNN factory: "
-    "Attempting to register factory for plugin cuDNN when one has already been registered\n",
-    "W0000 00:00:1795546976.01    28484 computation_placer.cc:177] computation placer already "
-    "registered. Please check linkage\n",
-]
-NO_GPU = (
-    "E0000 00:00:1795547098.292638   30305 cuda_platform.cc:52] failed call to cuInit: INTERNAL: "
-    "CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)\n"
-)
-WARNING = "W0000 00:00:1795546976.01    1076 gpu_device.cc:2342] Cannot dlopen GPU libraries.\n"
-ERROR = "E0000 00:00:1795546976.01    1076 cuda_executor.cc:12] CUDA_ERROR_ILLEGAL_ADDRESS\n"
-OWN = [
-    "I0000 is the number of an image\n",
-    "WARNING: All log messages of mine\n",
-    "E1124 18:48:40.000000 gloo\n",
-]
-PRINTED = [*NOTES, NO_GPU, WARNING, ERROR, *OWN]
-
-
-@pytest.mark.parametrize(
-    ("level", "gpus", "shown"),
-    [
-        ("1", None, [WARNING, ERROR, *OWN]),
-        ("1", [], [WARNING, ERROR, *OWN]),
-        ("1", ["0"], [NO_GPU, WARNING, ERROR, *OWN]),
-        ("2", None, [ERROR, *OWN]),
-        ("3", ["0"], OWN),
-        ("4", ["0"], OWN),
-    ],
-)
-def test_lines_below_the_log_level_are_left_out(monkeypatch, level, gpus, shown):
-    monkeypatch.setattr(output, "visible_gpus", lambda env: gpus)
-    assert output.log_filter({"TF_CPP_MIN_LOG_LEVEL": level})(PRINTED) == shown
-
-
-@pytest.mark.parametrize("env", [{}, {"TF_CPP_MIN_LOG_LEVEL": "0"}, {"TF_CPP_MIN_LOG_LEVEL": "x"}])
-def test_all_lines_are_shown_if_the_environment_asks_for_them(env):
-    assert output.log_filter(env) is None
-
-
-def test_filtered_lines_appear_neither_in_the_output_nor_in_its_tail():
-    def print_them():
-        sys.stderr.writelines(PRINTED)
-        raise ValueError
-
-    lines = []
-    call = pickle_call(print_them, (), {})
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with RankProcess(0, "here", call, env, lines.extend) as process:
-        outcome = process.outcome()
-    assert lines == [ERROR, *OWN]
-    assert outcome.output_tail == "".join(lines)
 
 
 @pytest.mark.parametrize(

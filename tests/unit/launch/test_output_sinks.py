@@ -36,14 +36,6 @@ def test_only_requested_streams_reach_the_driver(
 
     assert outlets.streams == streams
     assert outlets.are_separate == bool(given)
-    put: list[tuple[str, list[str]]] = []
-    on_lines, on_error_lines = outlets.line_handlers(
-        lambda stream, lines: put.append((stream, lines))
-    )
-    assert (on_error_lines is not None) == bool(given)
-    for take in filter(None, (on_lines, on_error_lines)):
-        take(["x\n"])
-    assert put == [(stream, ["x\n"]) for stream in streams]
 
 
 def test_lines_go_to_their_files_in_horovods_format_and_other_events_to_the_handler() -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 SECRET = new_secret()
 PATIENCE = Patience(attempt=0.3, refused=0.6, silence=1.5, pause=0.02, beat=0.05)
 PLACE = {"scope": "global", "key": "0"}
+KEYS = {"scope": "global", "keys": ["0"]}
 
 
 @contextlib.contextmanager
@@ -47,8 +48,8 @@ def test_one_rank_reads_keys_of_another():
         link_to(server.endpoints[0]) as one,
         link_to(server.endpoints[0], 0) as two,
     ):
-        assert one.request("put", b"\0value", **PLACE)[0]["status"] == 200
-        assert two.request("get", **PLACE) == ({"status": 200}, b"\0value")
+        assert one.request("set", b"\0value", **PLACE)[0]["status"] == 200
+        assert two.request("get", **KEYS) == ({"status": 200, "lengths": [6]}, b"\0value")
 
 
 def test_threads_share_one_connection():
@@ -63,7 +64,7 @@ def test_threads_share_one_connection():
             thread.start()
         for thread in threads:
             thread.join()
-        assert one.request("get", **PLACE)[1] == b"." * 800
+        assert one.request("get", **KEYS)[1] == b"." * 800
         assert len(server._listeners[0]._authenticated) == 1
 
 
@@ -111,7 +112,7 @@ def test_strangers_learn_nothing_and_do_not_block_ranks():
             if index % 3:
                 stranger.sendall(b"GET /global/0 HTTP/1.1\r\n\r\n" + b"\0" * 100 * (index % 2))
         with link_to(server.endpoints[0]) as link:
-            assert link.request("put", b"v", **PLACE)[0]["status"] == 200
+            assert link.request("set", b"v", **PLACE)[0]["status"] == 200
         stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
         stranger.sendall(b"\0" * 64)
         stranger.settimeout(10)
@@ -240,8 +241,8 @@ def test_a_temporarily_stopped_rank_0_is_survived():
             os.kill(process.pid, signal.SIGSTOP)
             # Longer than the server lets ranks be silent; its clock stands still meanwhile.
             threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT)).start()
-            assert link.request("put", b"v", **PLACE)[0]["status"] == 200
-            assert link.request("get", **PLACE)[1] == b"v"
+            assert link.request("set", b"v", **PLACE)[0]["status"] == 200
+            assert link.request("get", **KEYS)[1] == b"v"
             assert link.failure() is None
             assert link.notify("done")
         assert process.stdout.readline() == "[] None\n"
@@ -283,7 +284,7 @@ def test_an_impostor_on_the_servers_port_learns_nothing():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(PeerLostError, match="does not know the job's secret"):
-            link_to(impostor.getsockname()).request("put", b"value of mine", **PLACE)
+            link_to(impostor.getsockname()).request("set", b"value of mine", **PLACE)
         assert all(b"value" not in part for part in heard)
         assert heard
 

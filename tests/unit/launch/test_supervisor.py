@@ -144,7 +144,7 @@ def test_a_launched_rank_has_its_variables_and_forwards_its_output():
         return child_environment(os.environ, *of_rank, {"A": "b"})
 
     given: list[dict[str, str | None]] = []
-    lines: dict[str, list[str]] = {"out": [], "error": []}
+    lines: dict[str, list[str]] = {}
     called: list[bool] = []
     slot = assign_ranks(["here", "here"])[1]
     master = Master("10.0.0.1", 1234, "run")
@@ -154,7 +154,8 @@ def test_a_launched_rank_has_its_variables_and_forwards_its_output():
         "127.0.0.1",
         LocalRendezvousClient(JobStore(silence=float("inf")), slot.rank),
         {"CUDA_VISIBLE_DEVICES": "7"},
-        (lines["out"].extend, lines["error"].extend),
+        lambda stream, given: lines.setdefault(stream, []).extend(given),
+        separate_streams=True,
         on_called=lambda: called.append(True),
     ) as process:
         (outcome,) = supervise([process])
@@ -166,5 +167,5 @@ def test_a_launched_rank_has_its_variables_and_forwards_its_output():
     assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) == ("1", "0", "1")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "1234")
     assert {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HVD_ESTIMATORS_GLOO_ADDRESS"} <= env.keys()
-    assert lines == {"out": ["out\n"], "error": ["error\n"]}
+    assert lines == {"stdout": ["out\n"], "stderr": ["error\n"]}
     assert called == [True]

@@ -9,7 +9,6 @@ import pytest
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage, receive_events
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.stage import Stage
-from hvd_estimators.launch.task import output
 from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.output import TaskOutput
 
@@ -21,18 +20,12 @@ def job(**settings: Any) -> Job:
     return Job(driver_path=(), executable=None, **{**given, **settings})
 
 
-def test_an_executors_log_has_the_first_lines_and_the_number_of_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(output, "_LOG_CHARS", 100)
+def test_an_executors_log_has_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with TaskOutput(3, job(), EventSender("")) as rank:
         for number in range(50):
-            rank.on_lines([f"line {number:02}\n"])
+            rank.handle("", [f"line {number:02}\n"])
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        *(f"[3] line {number:02}" for number in range(8)),
-        "[3] [... 42 lines left out ...]",
-    ]
+    assert lines == [f"[3] line {number:02}" for number in range(50)]
 
 
 def test_lines_and_the_last_stage_share_a_connection() -> None:
@@ -42,7 +35,7 @@ def test_lines_and_the_last_stage_share_a_connection() -> None:
         driver = EventSender(service.address)
         with TaskOutput(3, job(streams=("",), one_machine=True), driver) as rank:
             rank.report(stage)
-            rank.on_lines(["one\n", "two\n"])
+            rank.handle("", ["one\n", "two\n"])
         driver.close()
     assert sorted(received, key=str) == [RankOutput(3, "one\n"), RankOutput(3, "two\n"), stage]
 

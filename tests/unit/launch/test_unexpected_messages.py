@@ -13,18 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from json_values import JSON_VALUES, NO_JSON, Effort, edited_anywhere, efforts, fuzz
+from json_values import JSON_VALUES, Effort, efforts, fuzz
+from processes import wait_until
 
-from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, MessageError, new_secret
+from hvd_estimators.launch.rendezvous.channel import Channel, new_secret
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
+    PeerLostError,
     RankClient,
     RemoteRendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys, GlooProxy
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore, RendezvousServer
 from hvd_estimators.launch.service.events import (
     EventSender,
@@ -43,24 +43,6 @@ pytestmark = pytest.mark.timeout(120)
 SECRET = new_secret()
 PATIENCE = Patience(attempt=0.5, refused=0.5, silence=1.0, pause=0.02, beat=0.05)
 
-PLACE = {"rank": 1, "scope": "global_", "key": "1"}
-MESSAGES = [
-    {"kind": "put", **PLACE},
-    {"kind": "set", **PLACE},
-    {"kind": "get", **PLACE},
-    {"kind": "get_all", "rank": 1, "scope": "global_", "keys": ["0", "1"]},
-    {"kind": "get_parts", **PLACE, "count": 2},
-    {"kind": "add", **PLACE, "amount": 1},
-    {"kind": "append", **PLACE},
-    {"kind": "compare_set", **PLACE, "expected": "a"},
-    {"kind": "wait", "rank": 1, "scope": "global_", "keys": ["1"], "seconds": 0.1},
-    {"kind": "count", "rank": 1, "scope": "global_"},
-    {"kind": "delete", **PLACE},
-    {"kind": "alive", "rank": 1},
-    {"kind": "failed", "rank": 1, "host": "host-1", "why": "had failed"},
-    {"kind": "done", "rank": 1},
-]
-
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,26 +50,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "EXCHANGE", 0.2)
 
 
-@pytest.mark.parametrize("effort", efforts(300))
-def test_the_rendezvous_answers_or_rejects_any_message(effort: Effort) -> None:
-    def check(message: dict[str, Any]) -> None:
-        store = JobStore(60)
-        store.expect(["host-0", "host-1"])
-        with contextlib.suppress(MessageError):
-            answer, body = store.handle(message, b"12")
-            assert answer["status"] in (200, 404, 409)
-            assert isinstance(body, bytes)
-        # It still serves other ranks.
-        assert store.handle({"kind": "set", "rank": 0, "scope": "s", "key": "k"}, b"v")[0] == {
-            "status": 200
-        }
-        assert store.handle({"kind": "get", "rank": 0, "scope": "s", "key": "k"})[1] == b"v"
-
-    edited = st.sampled_from(MESSAGES).flatmap(edited_anywhere)
-    fuzz(check, edited.filter(lambda message: isinstance(message, dict)), effort)
-
-
-@pytest.mark.parametrize("text", [*(text for text in NO_JSON if text != b"{}"), b"5", b"[]"])
+@pytest.mark.parametrize("text", [b"", b"null", b"\xff\xfe", b"5"])
 def test_a_message_that_is_not_an_object_is_rejected_with_the_peers_address(text: bytes) -> None:
     sent = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -103,27 +66,24 @@ def test_a_message_that_is_not_an_object_is_rejected_with_the_peers_address(text
         thread.start()
         connection, _ = listening.accept()
         accepted = Channel.accept(connection, SECRET, 5)
-        with accepted as channel, pytest.raises(MessageError) as raised:
+        with accepted as channel, pytest.raises(ConnectionError) as raised:
             channel.receive(5)
         thread.join()
-    assert f"127.0.0.1:{sent[0]} sent a message" in str(raised.value)
+    assert f"127.0.0.1:{sent[0]} sent no message" in str(raised.value)
 
 
-def test_a_rank_learns_at_once_that_rank_0_does_not_know_its_message() -> None:
+def test_a_message_that_rank_0_does_not_know_ends_the_launch() -> None:
     with RendezvousServer(SECRET, ["127.0.0.1"], PATIENCE) as server:
         server.store.expect(["host-0", "host-1"])
         server.listen("127.0.0.1")
         client = RemoteRendezvousClient(server.endpoints[0], SECRET, 1, "host-0", PATIENCE)
         with client:
-            with pytest.raises(MessageError, match=r"host-0 rejects a message: rank 1 .*'later'"):
+            with pytest.raises(PeerLostError, match="host-0 has closed its connection"):
                 client.request("later")
-            with GlooProxy(client, 2) as proxy:
-                rank = RankClient.from_environment(proxy.environment())
-                assert rank is not None
-                with pytest.raises(MessageError, match="host-0 rejects a message: rank 1"):
-                    rank.request("add", key="k", amount="much")
-                assert rank.request("add", key="k", amount=2)[1] == b"2"
-            assert client.failure() is None
+            wait_until(client.failure, 10)
+        # It still serves other ranks.
+        with RemoteRendezvousClient(server.endpoints[0], SECRET, 0, "host-0", PATIENCE) as other:
+            assert other.request("count", scope="s")[0]["count"] == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"5\n", b"[" * 5000, b'{"kind": "get"}\n', b"\xff\n"])
@@ -134,30 +94,10 @@ def test_the_proxy_rejects_requests_of_a_rank_without_values(content: bytes) -> 
         assert rank is not None
         connection = http.client.HTTPConnection(*rank._endpoint, timeout=10)
         connection.request("POST", "/keys/count", content, rank._headers)
-        assert connection.getresponse().status == 400
+        with pytest.raises(ConnectionError):
+            connection.getresponse()
         connection.close()
         assert rank.request("count")[0]["count"] == 0
-
-
-def test_heartbeats_with_an_unknown_failure_end_the_job_with_the_reason() -> None:
-    with RendezvousServer(SECRET, ["127.0.0.1"], PATIENCE) as server:
-        server.listen("127.0.0.1")
-        answer: Any = ({"status": 200, "failure": {"reason": "unknown"}}, b"")
-        server.store.handle = lambda message, body=b"": answer  # type: ignore[method-assign]
-        with RemoteRendezvousClient(server.endpoints[0], SECRET, 1, "host-0", PATIENCE) as client:
-            client._heartbeat.join(10)
-            assert "Rank 0 on host-0 sent a message" in str(client.failure())
-
-
-def test_addresses_that_are_cut_are_not_passed_to_gloo() -> None:
-    class Client(LocalRendezvousClient):
-        def request(self, kind: str, body: bytes = b"", **values: Any) -> Any:
-            return {"status": 200}, b"" if kind == "put" else b"short"
-
-    keys = GlooKeys(Client(JobStore(60), 0), 3)
-    assert keys.request("PUT", "global_", "0", b"a" * 16)[0] == 200
-    with pytest.raises(MessageError, match="5 bytes for 2 addresses of 8 bytes"):
-        keys.request("GET", "global_", "1", b"")
 
 
 @pytest.fixture
@@ -195,28 +135,6 @@ def test_the_exchange_ignores_messages_of_no_task(service: DriverService, effort
         assert not stages
         assert gather(service, 0) == [{"of": 0}]
     assert stages == [RankStage(-1, 0, socket.gethostname(), Stage.STARTED)]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        ({}, b""),
-        ({"complete": True}, b"text"),
-        ({"complete": True}, zlib.compress(b"[1]")[:-2]),
-        ({"complete": True}, zlib.compress(b"[")),
-    ],
-)
-def test_an_answer_that_is_none_names_the_driver(
-    service: DriverService, answer: tuple[dict[str, Any], bytes]
-) -> None:
-    def reply(channel: Channel, *_: Any) -> None:
-        channel.send(*answer)
-
-    with (
-        receive_events(service, print, {"exchange": reply}),
-        pytest.raises(UnreachableError, match="The driver sent a message that this version"),
-    ):
-        gather(service, 0)
 
 
 def test_a_stage_of_another_version_does_not_end_the_watch() -> None:

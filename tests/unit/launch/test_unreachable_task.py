@@ -47,8 +47,9 @@ def outcome_of_task_1(
     monkeypatch.setattr(run, "exchange", lambda context, driver, facts: peers)
     (batch,) = run.run_rank(dataclasses.replace(JOB, max_bytes=1000))
     (row,) = batch.to_pylist()
-    assert row["task"] == 1
-    return RankOutcome(**pickle.loads(row["bytes"]))
+    outcome = RankOutcome(**pickle.loads(row["outcome"]))
+    assert outcome.rank == 1
+    return outcome
 
 
 @pytest.mark.parametrize("how", ["refused", "silent"])

@@ -81,17 +81,6 @@ def test_invalid_interface_names_are_rejected(nics: Any) -> None:
         SparkBackend(2, nics=nics)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_unknown_arguments_of_run_are_rejected(backend: Any) -> None:
-    for name in ("num_proc", "verbose", "stdout"):
-        with pytest.raises(ParamError, match=rf"{name}.*It belongs to the backend: .*\({name}="):
-            backend(1).run(print, **{name: 2})
-    with pytest.raises(ParamError, match=r"run\(\) has no argument 'arg'\. Did you mean 'args'\?"):
-        backend(1).run(print, arg=(1,))
-    with pytest.raises(ParamError, match=r"'rate'\. Arguments of the function go in args="):
-        backend(1).run(print, rate=0.1)
-
-
 def test_a_hint_names_the_most_similar_name() -> None:
     assert did_you_mean("batchsize", ["epochs", "batch_size"]) == " Did you mean 'batch_size'?"
     assert did_you_mean("colour", ["epochs", "batch_size"]) == ""

@@ -51,21 +51,26 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the folder of this test's sockets; end all its processes afterwards."""
-    monkeypatch.setattr(client.tempfile, "gettempdir", lambda: str(tmp_path))
-    # Other tests in this process may have left warm processes.
+def _own_processes() -> Iterator[None]:
+    """End all warm processes of this process, also those of earlier tests."""
     for process in warm_processes():
         process.kill()
     wait_until(lambda: not warm_processes())
-    yield tmp_path / f"hvd-estimators-warm-{os.getuid()}"
+    yield
     for process in warm_processes():
         process.kill()
+
+
+def sockets(owner: int | None = None) -> set[str]:
+    """Return the names of an owner's warm processes' sockets, by default of this process's."""
+    prefix = f"@hvd-estimators-{owner or os.getpid()}."
+    names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
+    return {name[1:] for name in names if name.startswith(prefix)}
 
 
 def warm_processes(owner: int | None = None) -> list[psutil.Process]:
     """Return the warm processes of an owner, by default this process."""
-    mark = f'"name": "{owner or os.getpid()}.'
+    mark = f'"name": "hvd-estimators-{owner or os.getpid()}.'
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
@@ -196,16 +201,13 @@ from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rank.hang_detection import stall_environment
 from hvd_estimators.launch.warm.client import WarmStart, warm_environment
 
-client.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])
 with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ, warm=start) as process:
     process.outcome()
 """
 
 
-def test_no_process_or_socket_remains_when_the_owner_is_killed(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_no_process_or_socket_remains_when_the_owner_is_killed(tmp_path: Path) -> None:
     """The warm process, a rank that holds the GIL, and a child in a separate session."""
 
     def hold_the_lock(path: str) -> None:
@@ -218,9 +220,7 @@ def test_no_process_or_socket_remains_when_the_owner_is_killed(
 
     call, path = tmp_path / "call", tmp_path / "pids"
     call.write_bytes(pickle_call(hold_the_lock, (str(path),), {}))
-    owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER), str(call), str(tmp_path)]
-    )
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER), str(call)])
     try:
         started = pids(path)
         (process,) = warm_processes(owner.pid)
@@ -228,13 +228,12 @@ def test_no_process_or_socket_remains_when_the_owner_is_killed(
         owner.kill()
         owner.wait()
     wait_until(lambda: all(map(ended, [*started, process.pid])))
-    wait_until(lambda: os.listdir(folder) == ["lock"])
+    wait_until(lambda: not sockets(owner.pid))
 
 
-def test_an_idle_warm_process_ends(folder: Path) -> None:
+def test_an_idle_warm_process_ends() -> None:
     assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
-    wait_until(lambda: not warm_processes())
-    assert os.listdir(folder) == ["lock"]
+    wait_until(lambda: not warm_processes() and not sockets())
 
 
 def test_a_warm_process_is_idle_from_the_end_of_its_last_rank_on() -> None:
@@ -301,52 +300,20 @@ def test_variables_read_at_import_time_select_another_process(
     other = value(guardians_parent, OMP_NUM_THREADS="2")
     assert (base[1], other[1]) == ("1", "2")
     assert base[0] != other[0]
-    # At most two warm processes stay; the least recently used one ends.
+    # A third one ends the others.
     monkeypatch.chdir(tmp_path)
     assert value(guardians_parent, OMP_NUM_THREADS="2")[0] not in (base[0], other[0])
-    wait_until(lambda: len(warm_processes()) == 2)
-    assert base[0] not in {process.pid for process in warm_processes()}
-
-
-def test_a_changed_module_is_imported_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "horovod_of_mine.py"
-    module.write_text("VALUE = 'old'\n")
-
-    def read() -> tuple[bool, str]:
-        imported = "horovod_of_mine" in sys.modules
-        import horovod_of_mine  # type: ignore[import-not-found]
-
-        return imported, horovod_of_mine.VALUE
-
-    start = WarmStart(["horovod_of_mine"], [os.getpid()])
-    assert value(read, start=start, PYTHONPATH=python_path(tmp_path)) == (True, "old")
-    module.write_text("VALUE = 'changed'\n")
-    assert value(read, start=start, PYTHONPATH=python_path(tmp_path)) == (True, "changed")
     wait_until(lambda: len(warm_processes()) == 1)
+    assert warm_processes()[0].pid not in (base[0], other[0])
 
 
 def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
 
 
-def test_output_of_imports_is_part_of_each_ranks_output(tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text("import os\nos.write(2, b'imported\\n')\n")
-    start = WarmStart(["loud"], [os.getpid()])
-
-    def work() -> None:
-        print("worked")
-        raise ValueError
-
-    for _ in range(2):
-        tail = run(work, start=start, PYTHONPATH=python_path(tmp_path)).output_tail
-        assert tail.startswith("imported\nworked\n")
-
-
-@pytest.mark.parametrize("how", ["threads", "exits", "hangs up", "no folder", "strangers folder"])
+@pytest.mark.parametrize("how", ["threads", "exits", "hangs up", "strangers socket"])
 def test_a_fresh_process_runs_if_forking_fails(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, how: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     source = {
         "threads": "import threading\nthreading.Timer(9, print).start()\n",
@@ -354,11 +321,8 @@ def test_a_fresh_process_runs_if_forking_fails(
         "hangs up": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     }.get(how, "")
     (tmp_path / "odd.py").write_text(source)
-    if how == "no folder":
-        folder.write_text("")
-    elif how == "strangers folder":
-        folder.mkdir(mode=0o755)
-        folder.chmod(0o755)
+    if how == "strangers socket":
+        monkeypatch.setattr(client, "peer_of", lambda connection: (1, os.getuid() + 1))
     start = WarmStart(["odd"], [os.getpid()])
 
     def name() -> list[str]:
@@ -371,20 +335,16 @@ def test_a_fresh_process_runs_if_forking_fails(
     assert "starts in a fresh process" in caplog.text
 
 
-def test_an_abandoned_rank_never_starts(folder: Path, tmp_path: Path) -> None:
+def test_an_abandoned_rank_never_starts(tmp_path: Path) -> None:
     """A task that has waited too long starts a fresh process: the late fork must not run."""
     import json
-    import socket
 
     assert value(lambda: 1) == 1
-    (name,) = set(os.listdir(folder)) - {"lock"}
+    (name,) = sockets()
     mark = tmp_path / "ran"
-    spec = {"env": dict(os.environ), "cwd": "/", "umask": 0o22, "directory": str(tmp_path)}
+    spec = {"env": dict(os.environ), "cwd": "/", "directory": str(tmp_path)}
     with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        descriptor = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        connection.connect(f"/proc/self/fd/{descriptor}/{name}")
+        connection = stack.enter_context(client.connected(name))
         assert connection.recv(99) == b"hello"
         files = [stack.enter_context(open(tmp_path / f"f{i}", "w+b")) for i in range(5)]
         files[0].write(json.dumps(spec).encode())
@@ -397,26 +357,15 @@ def test_an_abandoned_rank_never_starts(folder: Path, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_folders_among_the_sockets_do_not_prevent_a_warm_start(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    (folder / "1.1-aa").mkdir()
-    start = WarmStart([], [os.getpid()])
-
-    def name() -> list[str]:
-        return psutil.Process(os.getppid()).cmdline()
-
-    assert "--warm" in value(name, start=start)
-
-
 def test_no_answer_becomes_the_number_of_every_process(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(WarmStart, "_connect", lambda *_: ours)
     with theirs, open(os.devnull) as file:
         theirs.send(client.HELLO)
         theirs.send(b"0")
-        files = dict.fromkeys(("call", "lifeline", "output"), file.fileno())
+        files = [file.fileno()] * 4
         with caplog.at_level(logging.WARNING):
             assert WarmStart([], [os.getpid()]).fork(sys.executable, {}, "", files) is None
     assert "starts in a fresh process" in caplog.text

@@ -68,7 +68,6 @@ LAUNCHES: dict[str, Wrong] = {
     "local run: kwargs": locally("kwargs", "dict of arguments", len, (), [1]),
     "local run: env": locally("env", "by their names", len, env=5),
     "local run: a lock": locally("closed_over", "within the function", closed_over),
-    "local run: unknown": locally("arg", "Did you mean 'args'", len, arg=(1,)),
     "run: no function": (lambda calls: run(5), ParamError, "fn", "expected a function"),
     "run: args": (lambda calls: run(len, "abc"), ParamError, "args", "tuple or list"),
     "run: kwargs": (lambda calls: run(len, (), 5), ParamError, "kwargs", "dict of arguments"),
