@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -41,7 +41,8 @@ from hvd_estimators.launch.horovod_build import (
     installed_version,
 )
 
-_SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
+if TYPE_CHECKING:
+    from hvd_estimators.launch.backend import Backend
 
 # Displayed component to the distributions that may provide it; the first match counts.
 _COMPONENTS = {
@@ -135,8 +136,7 @@ def two_rank_allreduce(module: str, *, seconds: float) -> float:
     # A separate program, which can be killed after the timeout.
     script = f"from hvd_estimators.commands import doctor; doctor.print_sums({module!r})"
     sums = run_python(script, seconds=seconds, what=f"an allreduce with {module}")
-    if sums.split() != _SUMS:
-        raise ProbeError(f"two ranks that gave 1 and 2 to {module} got the sums {sums}")
+    check_sums(list(map(float, sums.split())), module)
     return time.monotonic() - started
 
 
@@ -145,19 +145,26 @@ def print_sums(module: str) -> None:
     # Otherwise the command line would import the launcher.
     from hvd_estimators.launch.local_backend import LocalBackend
 
-    # The GPUs may be in use.
-    backend = LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
-        with TemporaryDirectory() as folder:
-            if module == _TORCH:
-                print(*backend.run(_sum_with_torch, (f"file://{folder}/store",)))
-            else:
-                print(*backend.run(_sum_with_horovod, (module,)))
+        # The GPUs may be in use.
+        print(*reduce_sums(LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""}), module))
     except WorkerFailedError as error:
         traceback = str(error).partition("\nThe end of its output:")[0]
         sys.exit(f"rank {error.rank}: {traceback.splitlines()[-1]}")
     except HvdEstimatorsError as error:
         sys.exit(str(error))
+
+
+def reduce_sums(backend: Backend, module: str) -> list[float]:
+    """Return the sums that ranks get with a module, where each rank adds its number plus one."""
+    return list(backend.run(_sum_with_torch if module == _TORCH else _sum_with_horovod, (module,)))
+
+
+def check_sums(sums: Sequence[float], module: str) -> None:
+    """Raise `ProbeError` if sums of `reduce_sums` are wrong."""
+    expected = len(sums) * (len(sums) + 1) / 2
+    if any(found != expected for found in sums):
+        raise ProbeError(f"{len(sums)} ranks got the sums {sums} with {module}, not {expected}")
 
 
 def _sum_with_horovod(module: str) -> float:
@@ -169,13 +176,12 @@ def _sum_with_horovod(module: str) -> float:
     return float(hvd.allreduce(tensor([hvd.rank() + 1.0]), op=hvd.Sum)[0])
 
 
-def _sum_with_torch(meeting_point: str) -> float:
+def _sum_with_torch(module: str) -> float:
     """Add up a number of each rank. Runs on the ranks."""
-    dist = importlib.import_module(_TORCH)
-    torch = importlib.import_module(_TORCH.partition(".")[0])
-    rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
-    tensor = torch.tensor([rank + 1.0])
+    dist = importlib.import_module(module)
+    torch = importlib.import_module("torch")
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return float(tensor)
