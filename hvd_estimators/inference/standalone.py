@@ -17,8 +17,6 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import (
     GpuError,
     ParamError,
-    PredictionError,
-    ShapeError,
 )
 from hvd_estimators.inference.batch import (
     BatchPredictor,
@@ -72,8 +70,6 @@ class SavedPredictor:
         Outputs that are vectors in Spark if a row has one dimension.
     default_columns : frozenset of str
         Columns that ``transform()`` adds only to DataFrames without them.
-    dimensions : mapping of str to int
-        Feature to the number of dimensions of a row, if known.
     """
 
     def __init__(
@@ -100,8 +96,8 @@ class SavedPredictor:
             Rows per forward pass.
         """
         get = saved.get
-        self._inputs = InputColumns.of(get("feature_columns"))
-        self.feature_columns = self._inputs.columns
+        inputs = InputColumns.of(get("feature_columns"))
+        self.feature_columns = inputs.columns
         outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
@@ -116,7 +112,7 @@ class SavedPredictor:
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
         self._inference = replace(
-            BatchPredictor.of(self._inputs, transformation, metadata),
+            BatchPredictor.of(inputs, transformation, metadata),
             collate=getattr(predictor, "collate", None),
             keeps_nulls=self._on_nulls != "error",
         )
@@ -131,9 +127,6 @@ class SavedPredictor:
         )
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
-        self.dimensions: Mapping[str, int] = {
-            n: len(e["shape"]) for n, e in metadata.items() if "shape" in e
-        }
         self._shapes = output_shapes
         self._is_ready = False
         self._lock = threading.Lock()
@@ -153,18 +146,14 @@ class SavedPredictor:
 
         Parameters
         ----------
-        rows : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
-            The rows, in one of three forms:
+        rows : mapping, sequence of mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+            The rows, in one of two forms:
 
-            - Columns by name: a mapping, a data frame or a table. Columns that are not features
-              are ignored.
-            - Single rows: a list of dicts (or of Spark's ``Row``) with names and values, or one
-              dict or ``Row``. A dict is one row if a feature in it is a single value, or has as
-              many dimensions as a row had in training.
-            - Features without names, in order. Several features are a list with one array per
-              feature, rows first. A single feature is one array. Features that are all numbers may
-              be one array, rows by features. A list of columns in ``feature_cols`` is one feature,
-              rows by columns.
+            - Columns by name: a mapping of arrays, a data frame or a table. Columns that are not
+              features are ignored.
+            - Single rows: a list of dicts (or of Spark's ``Row``) with names and values. A dict or
+              ``Row`` alone is one row if a feature in it is a number, text, bytes or a Spark
+              vector; otherwise a dict holds columns.
 
             Columns hold the types that `transform` takes: numbers, arrays of numbers with one shape
             in all rows, and text if the model takes text. Arrow columns may also hold Spark's
@@ -194,21 +183,11 @@ class SavedPredictor:
             If arrays of a column differ in length, or if there is a null and ``handleInvalid`` is
             ``"error"``.
         ParamError
-            If the numbers of arrays and features differ.
+            If the rows have another form.
         PredictionError
             If the model fails, or if a type of ``output_types`` cannot hold a prediction.
         """
-        given = self._read(rows)
-        try:
-            return self._predict(given)
-        except (PredictionError, ShapeError) as error:
-            if not (isinstance(rows, (Mapping, np.ndarray)) and given.are_all_scalars):
-                raise
-            raise type(error)(
-                f"{error} It was called with {given.count} rows, one for each entry of what "
-                f"predict() was given. For a single row, give a list with a dict: "
-                f"[{{{self.feature_columns[0]!r}: ...}}]."
-            ) from error
+        return self._predict(self._read(rows))
 
     def predict_columns(self, columns: Mapping[str, pa.Array]) -> tuple[pa.Table, Array | None]:
         """Return the predictions for some rows, and a mask of the rows in them (None: all)."""
@@ -218,14 +197,13 @@ class SavedPredictor:
 
     def _read(self, rows: Any) -> InputTable:
         if self._inference.collate is not None:
-            return read_rows(rows, self._inputs, self.dimensions, self._dtypes, self._inference)
+            return read_rows(rows, self.feature_columns, self._dtypes, self._inference)
         with naming_transformation(self._get):
             return read_table(
                 rows,
-                self._inputs,
+                self.feature_columns,
                 self.optional_columns,
                 self._text,
-                self.dimensions,
                 keeps_nulls=self._on_nulls != "error",
             )
 
@@ -290,13 +268,12 @@ class PipelinePredictor(SavedPredictor):
         self.optional_columns = pipeline.optional_columns
         self.vector_columns = frozenset(pipeline.output_columns)
         self.default_columns = frozenset()
-        self.dimensions = pipeline.dimensions
         self._pipeline = pipeline
 
     def predict(self, rows: Any) -> Any:
         """Return the columns that the stages add or replace; see `SavedPredictor.predict`."""
         columns, to_result, as_arrow = read_columns(
-            rows, InputColumns.of(self.feature_columns), self.optional_columns, self.dimensions
+            rows, self.feature_columns, self.optional_columns
         )
         if as_arrow:
             return to_result(*self.predict_columns(columns))
@@ -405,7 +382,7 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         Returns
         -------
         SavedPredictor
-            Its ``predict`` takes NumPy arrays, dicts of arrays, pandas and Arrow.
+            Its ``predict`` takes dicts of arrays, lists of dicts, pandas and Arrow.
 
         Raises
         ------
