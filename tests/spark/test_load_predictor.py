@@ -483,7 +483,7 @@ def test_a_keras_model_predicts_on_numbers_and_text(spark: Any, tmp_path: Path) 
     pandas = frame.toPandas()
     assert_same(predictor.predict(pandas), expected)
     n, word = np.array(pandas["n"][:10].tolist()), pandas["word"][:10]
-    for given in ({"n": n, "word": word}, [n, word], [n, np.array(word, "U")]):
+    for given in ({"n": n, "word": word}, {"n": n, "word": np.array(word, "U")}):
         assert_same(predictor.predict(given), expected[:10])
     assert predictor._predictor._model.optimizer is None
 
@@ -503,7 +503,7 @@ import importlib
 for package, path in zip(sys.argv[1::2], sys.argv[2::2]):
     module = importlib.import_module(f"hvd_estimators.{package}")
     predictor = module.load_predictor(path)
-    made = predictor.predict(np.array([[1.0, 2.0], [-3.0, 4.0]], np.float32))
+    made = predictor.predict({"x": np.array([[1.0, 2.0], [-3.0, 4.0]], np.float32)})
     print(*made["y__output"].tolist())
 assert not {"pyspark", "py4j"} & {name.partition(".")[0] for name in sys.modules}
 """

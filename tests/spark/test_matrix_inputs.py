@@ -274,7 +274,7 @@ def test_keras_pairs_the_matrix_with_an_input(
     model.save(str(tmp_path / "model"))
     predictor = hvd_keras.load_predictor(str(tmp_path / "model"))
     np.testing.assert_allclose(
-        predictor([*inputs_of(rows)])["label__output"], predicted(rows), rtol=1e-4
+        predictor(rows)["label__output"], predicted(rows), rtol=1e-4
     )
 
 
