@@ -44,11 +44,19 @@ from hvd_estimators.launch.horovod_build import (
 if TYPE_CHECKING:
     from hvd_estimators.launch.backend import Backend
 
-# Displayed component to the distributions that may provide it; the first match counts.
+# Component, its name, and its oldest version, as the extras in setup.cfg.
+_OPTIONAL = (
+    ("Petastorm", "petastorm", "0.13"),
+    ("torch", "torch", "2.6"),
+    ("TensorFlow", "tensorflow", "2.16"),
+    ("Keras", "keras", "3.5"),
+    ("Lightning", "lightning", "2.4"),
+)
+
+# Component to the distributions that may provide it; the first match counts.
 _COMPONENTS = {
     "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
     "pyarrow": ("pyarrow",),
-    "numpy": ("numpy",),
     "petastorm": ("petastorm",),
     **DISTRIBUTIONS,
     "keras": ("keras",),
@@ -430,7 +438,6 @@ def diagnose(facts: Facts) -> list[Row]:
         _java(facts),
         _required(facts, "PySpark", "pyspark", "3.5"),
         _required(facts, "PyArrow", "pyarrow", "14"),
-        _petastorm(facts),
         *_frameworks(facts),
         *_horovod(facts),
         *_horovod_spark(facts),
@@ -469,53 +476,29 @@ def _java_major(version: str) -> int:
 
 def _required(facts: Facts, component: str, name: str, minimum: str) -> Row:
     remedy = f'pip install "{name}>={minimum}"'
-    version = facts.versions.get(name)
-    if version is None:
-        return Row(component, "not installed", Status.PROBLEM, remedy)
-    return _with_minimum(component, version, minimum, remedy)
-
-
-def _with_minimum(component: str, version: str, minimum: str, remedy: str) -> Row:
-    if Version(version) < Version(minimum):
-        return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
-    return Row(component, version)
-
-
-def _petastorm(facts: Facts) -> Row:
-    version = facts.versions.get("petastorm")
-    if version is None:
-        found = 'reading with data_module="arrow"'
-        return Row("Petastorm", found, Status.ABSENT, INSTALL["petastorm"])
-    error = facts.import_errors.get("petastorm")
-    if error:
-        found = (
-            f"{version} cannot be imported beside PyArrow {facts.versions.get('pyarrow')} and "
-            f"NumPy {facts.versions.get('numpy')}: {error}"
-        )
-        return Row("Petastorm", found, Status.PROBLEM, INSTALL["petastorm"])
-    return Row("Petastorm", version)
+    row = _package(facts, component, name, minimum, remedy)
+    return row or Row(component, "not installed", Status.PROBLEM, remedy)
 
 
 def _frameworks(facts: Facts) -> Iterator[Row]:
-    # As the extras in setup.cfg.
-    yield _framework(facts, "torch", "torch", minimum="2.6")
-    yield _framework(facts, "TensorFlow", "tensorflow", minimum="2.16")
-    yield _framework(facts, "Keras", "keras", minimum="3.5")
-    yield _framework(facts, "Lightning", "lightning", minimum="2.4")
+    for component, name, minimum in _OPTIONAL:
+        row = _package(facts, component, name, minimum, INSTALL[name])
+        yield row or Row(component, "", Status.ABSENT, INSTALL[name])
     if not {"torch", "tensorflow"} & facts.versions.keys():
         found = "neither torch nor TensorFlow"
         yield Row("Frameworks", found, Status.PROBLEM, INSTALL_A_FRAMEWORK)
 
 
-def _framework(facts: Facts, component: str, name: str, minimum: str) -> Row:
-    remedy = INSTALL[name]
-    version = facts.versions.get(name)
+def _package(facts: Facts, component: str, name: str, minimum: str, remedy: str) -> Row | None:
+    """Return the row of an installed package; None if it is not installed."""
+    version, error = facts.versions.get(name), facts.import_errors.get(name)
     if version is None:
-        return Row(component, "", Status.ABSENT, remedy)
-    error = facts.import_errors.get(name)
+        return None
     if error:
         return Row(component, f"{version}: {error}", Status.PROBLEM, remedy)
-    return _with_minimum(component, version, minimum, remedy)
+    if Version(version) < Version(minimum):
+        return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
+    return Row(component, version)
 
 
 def _horovod(facts: Facts) -> Iterator[Row]:

@@ -273,9 +273,7 @@ def test_keras_pairs_the_matrix_with_an_input(
     np.testing.assert_allclose(found, predicted(rows), rtol=1e-4)
     model.save(str(tmp_path / "model"))
     predictor = hvd_keras.load_predictor(str(tmp_path / "model"))
-    np.testing.assert_allclose(
-        predictor(rows)["label__output"], predicted(rows), rtol=1e-4
-    )
+    np.testing.assert_allclose(predictor(rows)["label__output"], predicted(rows), rtol=1e-4)
 
 
 def test_errors_name_the_column_and_suggest_a_list(frame: Any, store: Any) -> None:
