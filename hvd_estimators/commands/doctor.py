@@ -187,7 +187,7 @@ def _sum_with_horovod(module: str) -> float:
 def _sum_with_torch(module: str) -> float:
     """Add up a number of each rank. Runs on the ranks."""
     dist = importlib.import_module(module)
-    torch = importlib.import_module("torch")
+    torch = importlib.import_module(module.partition(".")[0])
     dist.init_process_group("gloo")
     tensor = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(tensor)

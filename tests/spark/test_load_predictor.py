@@ -272,7 +272,6 @@ def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) ->
             ParamError,
             r"holds a mine\.Model\. .* Load their models with",
         ),
-        ('{"class": "hvd_estimators.keras.model.KerasModel"}', ParamError, r"Call .*\.keras\.load"),
         ("no JSON", StoreError, "is not a saved model"),
     ):
         metadata.write_text(text)
