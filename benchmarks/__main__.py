@@ -28,27 +28,17 @@ PARTS: Mapping[str, str] = {
     "prepare": "--rows 4000 --repeats 1",
     "transform": "--rows 4000 --images 64 --repeats 1",
     "columns": "--rows 200 --widths 10 100 --repeats 1",
-    "stream": "--rows 800 --batches 8 --repeats 1",
     "loader": "--rows 64000 --jpegs 200 --repeats 1",
-    "loader-tensorflow": "--rows 64000 --repeats 1",
-    "peers": "--rows 20000 --repeats 1",
     "shuffle": "--rows 80000 --images 512 --small",
     "memory": "--rows 65536",
     "fit": "--rows 8000 --repeats 1",
-    "keras": "--rows 4096 --epochs 2 --repeats 1",
-    "lightning": "--rows 4096 --epochs 2 --repeats 1",
     "scaling": "--repeats 1 --steps 3 --ranks 2 --gigabits 1",
     "stores": "--rows 200000 --repeats 1",
     "files": "--files 100 --s3-files 10 --repeats 1",
     "launch": "--repeats 1",
-    "ranks": "--repeats 1 --ranks 2 3 --simulated 20",
     "collectives": "--repeats 1",
-    "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }
-"""Parts in order, and options for a short trial run.
-
-A dash in a part's name is followed by an option of its benchmark.
-"""
+"""Parts in order, and options for a short trial run."""
 
 ELSEWHERE: Mapping[str, str] = {
     "gpu": "--cpu --rows 20000 --images 64 --repeats 1",
@@ -94,8 +84,7 @@ def publish(folder: Path, quoting: Sequence[Path]) -> None:
 
 def command_of(part: str, given: Sequence[str]) -> list[str]:
     """Return the command line that runs a part."""
-    module, *options = part.split("-")
-    return [sys.executable, "-m", f"benchmarks.{module}", *(f"--{o}" for o in options), *given]
+    return [sys.executable, "-m", f"benchmarks.{part}", *given]
 
 
 def last_line(command: Sequence[str], limit: float) -> str:

@@ -35,9 +35,6 @@ from hvd_estimators.torch.tensors import tensor_batches
 WORKERS = 2
 IMAGE = 224 * 224 * 3
 ROW_GROUP_BYTES = 16 * 2**20
-HELD = 16
-"""Number of batches in memory."""
-
 DECODING = "PyArrow decoding"
 TRIES = 10
 
@@ -75,11 +72,6 @@ Contender = Callable[[], tuple[int, float]]
 
 def main() -> None:
     options_parser = parser(__doc__, rows=2_000_000, repeats=5)
-    options_parser.add_argument(
-        "--tensorflow",
-        action="store_true",
-        help="measure tf.data beside torch, and nothing else (TensorFlow slows others down)",
-    )
     options_parser.add_argument("--jpegs", type=int, default=4000, help="rows of JPEGs; 0: none")
     options = options_parser.parse_args()
     need_baseline()
@@ -87,9 +79,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
         for data in write(Path(folder), options.rows):
-            results[data.name] = measure(data, options.repeats, options.tensorflow)
+            results[data.name] = measure(data, options.repeats)
         records = records_of(results)
-        if options.jpegs and not options.tensorflow:
+        if options.jpegs:
             speeds = of_jpegs(Path(folder, "jpegs"), options.jpegs, options.repeats)
             best = {name: max(each) for name, each in speeds.items()}
             table = [(n, s, s / best[ONE], s / best[LOADER]) for n, s in best.items()]
@@ -129,20 +121,11 @@ def _write(folder: Path, table: pa.Table, batch_sizes: tuple[int, ...]) -> Data:
     return Data(folder.name, manifest, batch_sizes)
 
 
-def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, list[float]]:
+def measure(data: Data, repeats: int) -> dict[str, list[float]]:
     """Time all contenders in turns; show the best of each, and return the rows per second."""
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Contender] = {DECODING: timed(decode, data)}
         for size in data.batch_sizes:
-            if tensorflow:
-                for name, through in {
-                    "torch": through_torch,
-                    "tf.data": through_tensorflow,
-                }.items():
-                    contender = ours(stack, ArrowDataModule, data, size, through)
-                    contenders[f"ours, arrow, {name}, batch {size}"] = contender
-                contenders[f"tensors in memory, tf.data, batch {size}"] = in_memory(data, size)
-                continue
             contenders[f"BatchedDataLoader, batch {size}"] = timed(petastorm, data, size)
             for module in (PetastormDataModule, ArrowDataModule):
                 name = f"ours, {module.short_name}, batch {size}"
@@ -242,64 +225,11 @@ def petastorm_batches(data: Data, batch_size: int, passes: int = 1) -> Iterator[
             yield iter(loader)
 
 
-def through_tensorflow(module: PlannedDataModule) -> Callable[[int], int]:
-    """Return a function that takes batches from ``tf.data`` and returns the number of rows."""
-    from hvd_estimators.keras.dataset import ColumnDatasets
-
-    return _traced_loop(ColumnDatasets(module).train(), module.columns[0].name)
-
-
-def in_memory(data: Data, batch_size: int) -> Contender:
-    """Return a contender that repeats batches from memory: the cost of tf.data itself."""
-    import tensorflow as tf
-
-    specs = data.manifest.columns
-    columns = {spec.name: np.zeros((HELD, batch_size, *spec.shape), spec.dtype) for spec in specs}
-    batches = tf.data.Dataset.from_tensor_slices(columns).repeat()
-    take, steps = _traced_loop(batches, specs[0].name), data.rows // batch_size
-
-    def run() -> tuple[int, float]:
-        started = time.perf_counter()
-        rows = take(steps)
-        return data.rows, (time.perf_counter() - started) * data.rows / rows
-
-    return run
-
-
-def _traced_loop(dataset: Any, name: str) -> Callable[[int], int]:
-    """Return a function that takes batches in a traced loop and returns a column's rows.
-
-    Taking single batches from Python costs most of a millisecond, even for a trivial dataset of 20
-    tensors.
-    """
-    import tensorflow as tf
-
-    iterator = iter(dataset)
-
-    @tf.function
-    def take(batches: Any, steps: Any) -> Any:
-        rows = tf.constant(0)
-        for _ in tf.range(steps):
-            rows += tf.shape(next(batches)[name])[0]
-        return rows
-
-    return lambda steps: int(take(iterator, tf.constant(steps)))
-
-
-def through_torch(module: PlannedDataModule) -> Callable[[int], int]:
-    """Return a function that takes batches of torch tensors and returns the number of rows."""
-    batches = tensor_batches(module.train_chunks())
-    return lambda steps: sum(
-        len(next(iter(batch.values()))) for batch in itertools.islice(batches, steps)
-    )
-
-
 def ours(
     stack: contextlib.ExitStack,
     kind: type[PlannedDataModule],
     data: Data,
     batch_size: int,
-    through: Callable[[PlannedDataModule], Callable[[int], int]] = through_torch,
 ) -> Contender:
     """Open one of this package's data modules.
 
@@ -319,7 +249,11 @@ def ours(
         )
     )
 
-    take, steps = through(module), plan.steps(batch_size)
+    batches, steps = tensor_batches(module.train_chunks()), plan.steps(batch_size)
+
+    def take(steps: int) -> int:
+        taken = itertools.islice(batches, steps)
+        return sum(len(next(iter(batch.values()))) for batch in taken)
 
     def run() -> tuple[int, float]:
         take(steps)

@@ -77,7 +77,7 @@ def _section(name: str, result: Result) -> str:
 
 def _purpose(part: str) -> str:
     """Return the first paragraph of a benchmark's docstring."""
-    source = Path(__file__).with_name(f"{part.partition('-')[0]}.py")
+    source = Path(__file__).with_name(f"{part}.py")
     if not source.is_file():
         return ""
     doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

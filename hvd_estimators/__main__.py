@@ -103,13 +103,6 @@ def _add_build_options(build: argparse.ArgumentParser) -> None:
         help="folder of the wheels (default: $HVD_ESTIMATORS_CACHE, or hvd_estimators in "
         "$XDG_CACHE_HOME or ~/.cache)",
     )
-    build.add_argument(
-        "--wheel-dir",
-        type=Path,
-        metavar="DIR",
-        help="write the wheel there, for example to upload it to an index, print its path, and do "
-        "not install it",
-    )
     build.add_argument("--force", action="store_true", help="build although the cache has it")
     build.add_argument(
         "--no-install", action="store_true", help="only build, and print the wheel's path"
@@ -151,7 +144,6 @@ def _setting(text: str) -> tuple[str, str]:
 def _build(options: argparse.Namespace) -> int:
     from hvd_estimators.commands.build import build_horovod
 
-    install = not (options.no_install or options.wheel_dir)
     # An exception reaches the code that stops the compilers. By default, SIGTERM would end only
     # this process, and the compilers would continue.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -160,16 +152,15 @@ def _build(options: argparse.Namespace) -> int:
         wheel = build_horovod(
             gpu=options.gpu,
             cache_dir=options.cache_dir,
-            wheel_dir=options.wheel_dir,
             force=options.force,
-            install=install,
+            install=not options.no_install,
             jobs=options.jobs,
             with_compat=options.with_compat,
             report=lambda line: print(line, file=sys.stderr, flush=True),
         )
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not install:
+    if options.no_install:
         print(wheel)
     return 0
 

@@ -15,11 +15,9 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 
@@ -46,30 +44,6 @@ class LocalFile(os.PathLike[str]):
     def close(self) -> None:
         """Delete the file."""
         self._delete()
-
-
-class LazyFile(LocalFile):
-    """A temporary file that is written when its path is first used.
-
-    Parameters
-    ----------
-    write : callable
-        Writes the content into an open file.
-    """
-
-    def __init__(self, write: Callable[[IO[bytes]], None]) -> None:
-        super().__init__()
-        self.write = write
-        self._lock = threading.Lock()
-        self._is_written = False
-
-    def __fspath__(self) -> str:
-        with self._lock:
-            if not self._is_written:
-                with open(self.path, "wb") as file:
-                    self.write(file)
-                self._is_written = True
-        return self.path
 
 
 def folder_prefix() -> str:

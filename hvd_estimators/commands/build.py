@@ -13,13 +13,11 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -115,7 +113,6 @@ def build_horovod(
     *,
     gpu: str = "auto",
     cache_dir: Path | None = None,
-    wheel_dir: Path | None = None,
     force: bool = False,
     install: bool = True,
     jobs: int | None = None,
@@ -130,8 +127,6 @@ def build_horovod(
         ``auto`` builds for CUDA if torch was built with it and a CUDA toolkit is found.
     cache_dir : Path, optional
         The cache folder for wheels; `default_cache_dir` by default.
-    wheel_dir : Path, optional
-        Folder that receives a copy of the wheel, for example to upload it to an index.
     force : bool
         Build even if the cache has the wheel.
     install : bool
@@ -148,7 +143,7 @@ def build_horovod(
     Returns
     -------
     Path
-        The wheel: in `wheel_dir` if it is given, otherwise in the cache.
+        The wheel in the cache.
 
     Raises
     ------
@@ -182,30 +177,9 @@ def build_horovod(
             wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
     if with_compat:
         report("with hvd_estimators' horovod.spark")
-    if wheel_dir is not None:
-        wheel = _copied(wheel, wheel_dir.expanduser().absolute())
-        report(f"wrote {wheel}")
     if install:
         install_wheel(wheel, recipe, report=report)
     return wheel
-
-
-def _copied(wheel: Path, folder: Path) -> Path:
-    """Copy a wheel into a folder atomically, and return the copy."""
-    partial = folder / f".{uuid.uuid4().hex}.whl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(wheel, partial)
-        os.replace(partial, folder / wheel.name)
-    except OSError as error:
-        raise BuildError(
-            f"Cannot write the wheel into {folder}: {error}. Name a folder that can be written: "
-            "--wheel-dir DIR"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-    return folder / wheel.name
 
 
 def default_cache_dir() -> Path:
@@ -264,7 +238,7 @@ def build_wheel(
                 run_logged(
                     [*command, str(patch)], environment, output, report, f"Applying {patch.name}"
                 )
-            write_build_files(source, recipe.record(compiler))
+            write_build_files(source, recipe.record())
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
                 report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")

@@ -1,56 +1,92 @@
-"""Check a cluster from its executors and suggest fixes, by host.
+"""Check a cluster with a launch of ranks on all its task slots, and suggest fixes by host.
 
-`check_cluster` and ``hvd-estimators doctor --cluster`` call this module on the driver.
-`hvd_estimators.commands.cluster_facts` finds the facts. `diagnose_cluster` turns them into rows.
+`check_cluster` and ``hvd-estimators doctor --cluster`` call this module on the driver. The launch
+is that of a training, with its checks: Python, versions of packages, GPUs and the network. Its
+ranks then examine their machines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
+import os
+import socket
+import sys
+import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from hvd_estimators._util.install_hints import INSTALL, SOURCE
-from hvd_estimators._util.spark_session import current_session
+from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators._util.spark_session import current_session, using_session
 from hvd_estimators.commands import doctor
-from hvd_estimators.commands.cluster_facts import (
-    DRIVER,
-    ClusterFacts,
-    FailedTask,
-    HostFacts,
-    collect_cluster,
-)
 from hvd_estimators.commands.doctor import Facts, Row, Status
+from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.task.host_checks import installed_versions
+from hvd_estimators.store.base import as_store
+from hvd_estimators.store.redaction import redacted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from hvd_estimators.store import Store
 
-# Packages that every rank needs; frameworks may differ if no host has them.
-_REQUIRED = ("hvd_estimators", "pyspark", "pyarrow", "numpy", "cloudpickle")
+DRIVER = "driver"
+"""Name of the driver in the report."""
+
+_START_SECONDS = 60.0
+"""Time limit for executors and free task slots."""
 
 _SKEW_SECONDS = 30.0
 """Difference between clocks that is a problem."""
 
 _SAME_ENVIRONMENT = "give all hosts the driver's environment (spark.archives)"
-_PYTHON_REMEDY = (
-    "set PYSPARK_PYTHON or spark.pyspark.python to a Python of the driver's version, or "
-    + _SAME_ENVIRONMENT
-)
 _CLOCK_REMEDY = "synchronize the clock: timedatectl set-ntp true, or start chronyd on this host"
 _STORE_REMEDY = (
     "use a prefix on storage that all machines share (HDFS, S3, NFS), and mount it or set its "
     "credentials on this host"
 )
 _GPU_REMEDY = "install NVIDIA's driver, or leave this host out, or set use_gpu=False"
-_NETWORK_REMEDY = (
-    "open all TCP ports between the hosts (firewall, security group or NetworkPolicy), or name the "
-    "interface that leads to them: SparkBackend(nics='eth1')"
-)
-_TASK_REMEDY = "see the executor's log in Spark's web interface"
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Facts about a machine, from its first rank.
+
+    Attributes
+    ----------
+    name : str
+        Host name.
+    rank, slots : int
+        Number of the first rank, and number of ranks.
+    executable : str
+        Path of Python.
+    versions : mapping of str to str
+        Versions of Python and of packages, see `installed_versions`.
+    installation : Facts
+        Facts of the doctor.
+    store : str
+        Problem with writing to the store; empty without one.
+    started, ended : float
+        Times of the machine's clock before and after the examination, in seconds.
+    """
+
+    name: str
+    rank: int
+    slots: int
+    executable: str
+    versions: Mapping[str, str]
+    installation: Facts
+    store: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+
+    def __str__(self) -> str:
+        if self.slots == 1:
+            return f"{self.name} (rank {self.rank})"
+        return f"{self.name} (ranks {self.rank} to {self.rank + self.slots - 1})"
 
 
 def check_cluster(
@@ -70,7 +106,8 @@ def check_cluster(
     spark : SparkSession, optional
         The session, classic or of Spark Connect. Default: the current one.
     store : Store or str, optional
-        The estimators' store, or its prefix. Every host writes to it, and reads what others wrote.
+        The estimators' store, or its prefix. Each host writes to it, and reads what the driver
+        wrote.
     num_proc : int, optional
         Number of task slots to check. Default: all of the application. Required with dynamic
         allocation, and over Spark Connect if the server's settings do not contain the number.
@@ -88,13 +125,20 @@ def check_cluster(
     ------
     ParamError
         If an argument is invalid, or ``num_proc`` is needed.
-    SlotsError
-        If no executor has registered.
     StoreError
         If the store cannot be opened.
     """
-    facts = collect_cluster(spark or current_session(), store, num_proc=num_proc, nics=nics)
-    report = diagnose_cluster(facts)
+    opened = None if store is None else as_store(store)
+    with using_session(spark or current_session()):
+        backend = SparkBackend(num_proc, start_timeout=_START_SECONDS, nics=nics)
+        backend.num_processes()
+        folder = "" if opened is None else f"{opened.folder}/.doctor-{uuid.uuid4().hex}"
+        try:
+            report = _examined(backend, opened, folder)
+        finally:
+            if opened is not None:
+                with contextlib.suppress(HvdEstimatorsError):
+                    opened.delete(folder)
     if as_json:
         rows = [{"host": host, **asdict(row)} for host, rows in report.items() for row in rows]
         print(json.dumps(rows, indent=2))
@@ -103,174 +147,124 @@ def check_cluster(
     return all(row.status is not Status.PROBLEM for rows in report.values() for row in rows)
 
 
-def diagnose_cluster(facts: ClusterFacts) -> dict[str, list[Row]]:
-    """Return the rows of the driver and of each host, each problem with its remedy."""
-    report = {DRIVER: list(_driver(facts))}
-    for host in facts.hosts:
-        slots = f"{host.tasks} task slot{'s' if host.tasks > 1 else ''}"
-        place = ", ".join([*host.addresses[:1], slots])
-        report[f"{host.name} ({place})"] = list(_host(facts, host))
-    for failed in facts.failed:
-        title = failed.host or "unknown host"
-        row = _failed(facts, failed)
-        if row not in report.setdefault(title, []):
-            report[title].append(row)
+def _examined(backend: SparkBackend, store: Store | None, folder: str) -> dict[str, list[Row]]:
+    """Return the rows of the driver and of each host."""
+    versions = installed_versions()
+    packages = [f"{name} {version}" for name, version in versions.items() if name != "Python"]
+    driver = [Row("Python", sys.version.split()[0]), Row("Packages", ", ".join(packages))]
+    report = {DRIVER: driver}
+    sent = time.time()
+    try:
+        hosts = [found for found in backend.run(examine, (store, folder)) if found is not None]
+        received = time.time()
+        for host in hosts:
+            report[str(host)] = list(diagnose_host(host, hosts, versions, (sent, received)))
+        driver += _allreduce(backend, hosts)
+    except HvdEstimatorsError as error:
+        # Launches name the host and the remedy.
+        driver.append(Row("Launch", str(error), Status.PROBLEM))
+        return report
+    if store is not None:
+        driver.append(_store_row(backend, store))
     return report
 
 
-def _driver(facts: ClusterFacts) -> Iterator[Row]:
-    yield Row("Python", facts.python)
-    yield Row("Packages", ", ".join(f"{name} {found}" for name, found in facts.versions.items()))
-    if facts.store is not None:
-        yield _store_row(facts, DRIVER, facts.driver_store)
+def examine(store: Store | None, folder: str) -> HostFacts | None:
+    """Return facts about this machine; None if another rank of the machine does. Runs on a rank.
+
+    Parameters
+    ----------
+    store : Store or None
+        The store to write to.
+    folder : str
+        A folder of the store, for a file of each machine.
+    """
+    started = time.time()
+    rank, local_rank, slots = (
+        int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    if local_rank:
+        return None
+    problem = ""
+    if store is not None:
+        try:
+            store.write_text(f"{folder}/{rank}", "")
+        except Exception as error:
+            problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
+    return HostFacts(
+        name=socket.gethostname(),
+        rank=rank,
+        slots=slots,
+        executable=sys.executable,
+        versions=installed_versions(),
+        installation=doctor.collect(with_allreduce=False),
+        store=problem,
+        started=started,
+        ended=time.time(),
+    )
 
 
-def _host(facts: ClusterFacts, host: HostFacts) -> Iterator[Row]:
-    yield _python(facts, host)
-    yield from _packages(facts, host)
-    if isinstance(host.installation, Facts):
-        yield from doctor.diagnose_training(host.installation)
-        yield from _gpus(facts, host.installation)
-    elif host.installation is not None:
-        found = f"the frameworks could not be checked: {host.installation}"
-        yield Row("Training", found, Status.PROBLEM, _TASK_REMEDY)
-    if facts.store is not None and host.error is None:
-        yield _store_row(facts, host.name, host.store)
-    if host.error is None:
-        yield _network(facts, host)
-    yield _clock(host)
+def diagnose_host(
+    host: HostFacts,
+    hosts: Sequence[HostFacts],
+    versions: Mapping[str, str],
+    times: tuple[float, float],
+) -> Iterator[Row]:
+    """Yield the rows of a host.
 
-
-def _python(facts: ClusterFacts, host: HostFacts) -> Row:
-    found = f"{host.python} ({host.executable})"
-    if _minor(host.python) == _minor(facts.python):
-        return Row("Python", found)
-    found += f"; the driver has {facts.python}"
-    return Row("Python", found, Status.PROBLEM, _PYTHON_REMEDY)
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
-def _packages(facts: ClusterFacts, host: HostFacts) -> Iterator[Row]:
-    missing = [name for name in facts.versions if name not in host.versions]
-    elsewhere = {name for other in facts.hosts for name in other.versions}
-    needed = [name for name in missing if name in _REQUIRED or name in elsewhere]
-    different = [
-        name for name in facts.versions if host.versions.get(name, "") != facts.versions[name]
-    ]
-    different = [name for name in different if name not in missing]
-    if host.error is not None and "hvd_estimators" not in needed:
-        found = f"hvd_estimators cannot be imported: {host.error}"
-        yield Row("Packages", found, Status.PROBLEM, _install(facts, ["hvd_estimators"]))
-    if needed:
-        found = f"{', '.join(needed)} missing in {host.executable}"
-        if "hvd_estimators" in needed and host.error is not None:
-            found += f" ({host.error})"
-        yield Row("Packages", found, Status.PROBLEM, _install(facts, needed))
-    if different:
-        found = ", ".join(
-            f"{name} {host.versions[name]} where the driver has {facts.versions[name]}"
-            for name in different
-        )
-        yield Row("Packages", found, Status.PROBLEM, _install(facts, different))
-    unneeded = [name for name in missing if name not in needed]
-    if unneeded:
-        found = f"{', '.join(unneeded)} only on the driver"
-        yield Row("Packages", found, Status.WARNING, _install(facts, unneeded))
-    if not (missing or different or host.error):
-        yield Row("Packages", f"{len(facts.versions)} as on the driver")
-
-
-def _install(facts: ClusterFacts, names: Sequence[str]) -> str:
-    # No package index has this package, nor the Horovod that it builds.
-    pins = [f'"{n}=={facts.versions[n]}"' for n in names if n not in ("horovod", "hvd_estimators")]
-    pins += [f'"{SOURCE}"'] if "hvd_estimators" in names else []
-    commands = [f"pip install {' '.join(pins)}"] if pins else []
-    commands += [INSTALL["horovod"]] if "horovod" in names else []
-    return f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
-
-
-def _gpus(facts: ClusterFacts, own: Facts) -> Iterator[Row]:
-    """Yield a row if only other hosts have GPUs; ranks then fail, unless they use no GPUs."""
-    having = [
-        host.name
-        for host in facts.hosts
-        if isinstance(host.installation, Facts) and host.installation.gpus
-    ]
-    if having and not own.gpus:
-        found = f"none, where {', '.join(having)} has some"
-        yield Row("GPUs", found, Status.PROBLEM, _GPU_REMEDY)
-
-
-def _store_row(facts: ClusterFacts, name: str, problems: Mapping[str, str] | None) -> Row:
-    if problems is None:
-        return Row("Store", "not checked, because no second task ran here", Status.WARNING)
-    # A host that does not see the driver's file has another folder. Others cannot see its files.
-    apart = {
-        host.name for host in facts.hosts if host.store and {DRIVER, host.name} & {*host.store}
-    }
-    found = {other: text for other, text in problems.items() if other not in apart or other == name}
-    if not found:
-        hidden = f", except on {', '.join(problems)}" if problems else ""
-        return Row("Store", f"writes to {facts.store}, and reads the files of the others{hidden}")
-    lines = [
-        f"{'cannot write' if other == name else f'file of {_title(other)}'}: {text}"
-        for other, text in found.items()
-    ]
-    return Row("Store", f"{facts.store}: {'; '.join(lines)}", Status.PROBLEM, _STORE_REMEDY)
-
-
-def _title(name: str) -> str:
-    return "the driver" if name == DRIVER else name
-
-
-def _network(facts: ClusterFacts, host: HostFacts) -> Row:
-    if host.listener_error and len(facts.hosts) > 1:
-        return Row("Network", host.listener_error, Status.PROBLEM, _NETWORK_REMEDY)
-    if len(facts.hosts) == 1 and not facts.failed:
-        return Row("Network", "one host; ranks connect on its loopback interface")
-    if host.unreached is None:
-        return Row("Network", "not checked, because no second task ran here", Status.WARNING)
-    if host.unreached:
-        found = "; ".join(
-            f"cannot connect to {other} ({', '.join(addresses) or 'it does not listen'})"
-            for other, addresses in host.unreached.items()
-        )
-        return Row("Network", found, Status.PROBLEM, _NETWORK_REMEDY)
-    if facts.network_error:
-        return Row("Network", facts.network_error, Status.PROBLEM, _NETWORK_REMEDY)
-    reached = [other.name for other in facts.hosts if other.addresses and other.name != host.name]
-    if not reached:
-        return Row("Network", "not checked, because no other host listens", Status.WARNING)
-    return Row("Network", f"connects to {', '.join(reached)}")
-
-
-def _clock(host: HostFacts) -> Row:
-    low, high = host.skew
-    if low > _SKEW_SECONDS or high < -_SKEW_SECONDS:
-        seconds, direction = (low, "ahead of") if low > 0 else (-high, "behind")
-        found = f"at least {seconds:,.0f} s {direction} the driver's"
-        return Row("Clock", found, Status.PROBLEM, _CLOCK_REMEDY)
-    return Row("Clock", f"within {max(abs(low), abs(high)):.1f} s of the driver's")
-
-
-def _failed(facts: ClusterFacts, failed: FailedTask) -> Row:
-    text = failed.message
-    other = re.search(r"different version:? \(?(\d+)(?:\.|, )(\d+)", text)
-    if other:
-        found = f"{other[1]}.{other[2]}; the driver has {facts.python}, and Spark rejects the tasks"
-        return Row("Python", found, Status.PROBLEM, _PYTHON_REMEDY)
-    missing = re.search(r"No module named '?([\w.]+)", text)
+    Parameters
+    ----------
+    host : HostFacts
+        The host.
+    hosts : sequence of HostFacts
+        All hosts.
+    versions : mapping of str to str
+        Versions on the driver.
+    times : tuple of (float, float)
+        The driver's times before and after the launch, in seconds.
+    """
+    yield Row("Python", f"{host.versions['Python']} ({host.executable})")
+    missing = [name for name in versions if name not in host.versions]
+    needed = [name for name in missing if any(name in other.versions for other in hosts)]
     if missing:
-        name = missing[1].partition(".")[0]
-        found = f"{name} missing, without which Spark runs no Python task"
-        remedy = _install(facts, [name]) if name in facts.versions else _SAME_ENVIRONMENT
-        return Row("Packages", found, Status.PROBLEM, remedy)
-    program = re.search(r'Cannot run program "([^"]+)"', text)
-    if program:
-        found = f"{program[1]} does not start"
-        return Row("Python", found, Status.PROBLEM, _PYTHON_REMEDY)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return Row("Spark task", lines[-1] if lines else "failed", Status.PROBLEM, _TASK_REMEDY)
+        pins = [f'"{name}=={versions[name]}"' for name in missing if name != "horovod"]
+        commands = [f"pip install {' '.join(pins)}"] if pins else []
+        commands += [INSTALL["horovod"]] if "horovod" in missing else []
+        remedy = f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
+        status = Status.PROBLEM if needed else Status.WARNING
+        yield Row("Packages", f"{', '.join(needed or missing)} missing", status, remedy)
+    else:
+        yield Row("Packages", f"{len(versions) - 1} as on the driver")
+    yield from doctor.diagnose_training(host.installation)
+    with_gpus = [other.name for other in hosts if other.installation.gpus]
+    if with_gpus and not host.installation.gpus:
+        found = f"none, where {', '.join(with_gpus)} has some"
+        yield Row("GPUs", found, Status.PROBLEM, _GPU_REMEDY)
+    if host.store:
+        yield Row("Store", f"cannot write: {host.store}", Status.PROBLEM, _STORE_REMEDY)
+    sent, received = times
+    ahead, behind = host.ended - received, sent - host.started  # at least
+    if max(ahead, behind) > _SKEW_SECONDS:
+        direction = "ahead of" if ahead > behind else "behind"
+        found = f"at least {max(ahead, behind):,.0f} s {direction} the driver's"
+        yield Row("Clock", found, Status.PROBLEM, _CLOCK_REMEDY)
+
+
+def _allreduce(backend: SparkBackend, hosts: Sequence[HostFacts]) -> Iterator[Row]:
+    """Yield a row about an allreduce of all ranks, with a library that all hosts have."""
+    libraries = {"torch.distributed": {"torch"}, "horovod.tensorflow": {"horovod", "tensorflow"}}
+    for module, packages in libraries.items():
+        if all(packages <= host.versions.keys() for host in hosts):
+            started = time.monotonic()
+            doctor.check_sums(doctor.reduce_sums(backend, module), module)
+            found = f"{backend.num_processes()} processes in {time.monotonic() - started:.1f} s"
+            yield Row("Allreduce", f"{found} with {module}")
+            return
+
+
+def _store_row(backend: SparkBackend, store: Store) -> Row:
+    try:
+        backend.check_store(store)
+    except HvdEstimatorsError as error:
+        return Row("Store", str(error), Status.PROBLEM, _STORE_REMEDY)
+    return Row("Store", f"all hosts read what the driver writes to {store.folder}")

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -41,13 +41,22 @@ from hvd_estimators.launch.horovod_build import (
     installed_version,
 )
 
-_SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
+if TYPE_CHECKING:
+    from hvd_estimators.launch.backend import Backend
 
-# Displayed component to the distributions that may provide it; the first match counts.
+# Component, its name, and its oldest version, as the extras in setup.cfg.
+_OPTIONAL = (
+    ("Petastorm", "petastorm", "0.13"),
+    ("torch", "torch", "2.6"),
+    ("TensorFlow", "tensorflow", "2.16"),
+    ("Keras", "keras", "3.5"),
+    ("Lightning", "lightning", "2.4"),
+)
+
+# Component to the distributions that may provide it; the first match counts.
 _COMPONENTS = {
     "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
     "pyarrow": ("pyarrow",),
-    "numpy": ("numpy",),
     "petastorm": ("petastorm",),
     **DISTRIBUTIONS,
     "keras": ("keras",),
@@ -135,8 +144,7 @@ def two_rank_allreduce(module: str, *, seconds: float) -> float:
     # A separate program, which can be killed after the timeout.
     script = f"from hvd_estimators.commands import doctor; doctor.print_sums({module!r})"
     sums = run_python(script, seconds=seconds, what=f"an allreduce with {module}")
-    if sums.split() != _SUMS:
-        raise ProbeError(f"two ranks that gave 1 and 2 to {module} got the sums {sums}")
+    check_sums(list(map(float, sums.split())), module)
     return time.monotonic() - started
 
 
@@ -145,19 +153,26 @@ def print_sums(module: str) -> None:
     # Otherwise the command line would import the launcher.
     from hvd_estimators.launch.local_backend import LocalBackend
 
-    # The GPUs may be in use.
-    backend = LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
-        with TemporaryDirectory() as folder:
-            if module == _TORCH:
-                print(*backend.run(_sum_with_torch, (f"file://{folder}/store",)))
-            else:
-                print(*backend.run(_sum_with_horovod, (module,)))
+        # The GPUs may be in use.
+        print(*reduce_sums(LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""}), module))
     except WorkerFailedError as error:
         traceback = str(error).partition("\nThe end of its output:")[0]
         sys.exit(f"rank {error.rank}: {traceback.splitlines()[-1]}")
     except HvdEstimatorsError as error:
         sys.exit(str(error))
+
+
+def reduce_sums(backend: Backend, module: str) -> list[float]:
+    """Return the sums that ranks get with a module, where each rank adds its number plus one."""
+    return list(backend.run(_sum_with_torch if module == _TORCH else _sum_with_horovod, (module,)))
+
+
+def check_sums(sums: Sequence[float], module: str) -> None:
+    """Raise `ProbeError` if sums of `reduce_sums` are wrong."""
+    expected = len(sums) * (len(sums) + 1) / 2
+    if any(found != expected for found in sums):
+        raise ProbeError(f"{len(sums)} ranks got the sums {sums} with {module}, not {expected}")
 
 
 def _sum_with_horovod(module: str) -> float:
@@ -169,13 +184,12 @@ def _sum_with_horovod(module: str) -> float:
     return float(hvd.allreduce(tensor([hvd.rank() + 1.0]), op=hvd.Sum)[0])
 
 
-def _sum_with_torch(meeting_point: str) -> float:
+def _sum_with_torch(module: str) -> float:
     """Add up a number of each rank. Runs on the ranks."""
-    dist = importlib.import_module(_TORCH)
-    torch = importlib.import_module(_TORCH.partition(".")[0])
-    rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
-    tensor = torch.tensor([rank + 1.0])
+    dist = importlib.import_module(module)
+    torch = importlib.import_module(module.partition(".")[0])
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return float(tensor)
@@ -424,7 +438,6 @@ def diagnose(facts: Facts) -> list[Row]:
         _java(facts),
         _required(facts, "PySpark", "pyspark", "3.5"),
         _required(facts, "PyArrow", "pyarrow", "14"),
-        _petastorm(facts),
         *_frameworks(facts),
         *_horovod(facts),
         *_horovod_spark(facts),
@@ -463,53 +476,29 @@ def _java_major(version: str) -> int:
 
 def _required(facts: Facts, component: str, name: str, minimum: str) -> Row:
     remedy = f'pip install "{name}>={minimum}"'
-    version = facts.versions.get(name)
-    if version is None:
-        return Row(component, "not installed", Status.PROBLEM, remedy)
-    return _with_minimum(component, version, minimum, remedy)
-
-
-def _with_minimum(component: str, version: str, minimum: str, remedy: str) -> Row:
-    if Version(version) < Version(minimum):
-        return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
-    return Row(component, version)
-
-
-def _petastorm(facts: Facts) -> Row:
-    version = facts.versions.get("petastorm")
-    if version is None:
-        found = 'reading with data_module="arrow"'
-        return Row("Petastorm", found, Status.ABSENT, INSTALL["petastorm"])
-    error = facts.import_errors.get("petastorm")
-    if error:
-        found = (
-            f"{version} cannot be imported beside PyArrow {facts.versions.get('pyarrow')} and "
-            f"NumPy {facts.versions.get('numpy')}: {error}"
-        )
-        return Row("Petastorm", found, Status.PROBLEM, INSTALL["petastorm"])
-    return Row("Petastorm", version)
+    row = _package(facts, component, name, minimum, remedy)
+    return row or Row(component, "not installed", Status.PROBLEM, remedy)
 
 
 def _frameworks(facts: Facts) -> Iterator[Row]:
-    # As the extras in setup.cfg.
-    yield _framework(facts, "torch", "torch", minimum="2.6")
-    yield _framework(facts, "TensorFlow", "tensorflow", minimum="2.16")
-    yield _framework(facts, "Keras", "keras", minimum="3.5")
-    yield _framework(facts, "Lightning", "lightning", minimum="2.4")
+    for component, name, minimum in _OPTIONAL:
+        row = _package(facts, component, name, minimum, INSTALL[name])
+        yield row or Row(component, "", Status.ABSENT, INSTALL[name])
     if not {"torch", "tensorflow"} & facts.versions.keys():
         found = "neither torch nor TensorFlow"
         yield Row("Frameworks", found, Status.PROBLEM, INSTALL_A_FRAMEWORK)
 
 
-def _framework(facts: Facts, component: str, name: str, minimum: str) -> Row:
-    remedy = INSTALL[name]
-    version = facts.versions.get(name)
+def _package(facts: Facts, component: str, name: str, minimum: str, remedy: str) -> Row | None:
+    """Return the row of an installed package; None if it is not installed."""
+    version, error = facts.versions.get(name), facts.import_errors.get(name)
     if version is None:
-        return Row(component, "", Status.ABSENT, remedy)
-    error = facts.import_errors.get(name)
+        return None
     if error:
         return Row(component, f"{version}: {error}", Status.PROBLEM, remedy)
-    return _with_minimum(component, version, minimum, remedy)
+    if Version(version) < Version(minimum):
+        return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
+    return Row(component, version)
 
 
 def _horovod(facts: Facts) -> Iterator[Row]:

@@ -20,8 +20,6 @@ takes seconds and would hold GPU memory while the compiler runs.
 from __future__ import annotations
 
 import os
-import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -73,8 +71,6 @@ NCCL_LIBRARY = "libnccl.so.2"
 """File name of NCCL's shared library, as ranks load it."""
 
 _CUDA_FOLDER = Path("/usr/local/cuda")
-
-_SYSTEM_INCLUDES = (Path("/usr/include"), Path("/usr/local/include"))
 
 _MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
 
@@ -141,25 +137,14 @@ class BuildRecipe:
         label.append(f"cu{self.cuda.replace('.', '')}" if self.cuda else "cpu")
         return str(Version(f"{self.horovod}+{'.'.join([*label, str(REVISION)])}"))
 
-    def record(self, compiler: str) -> dict[str, Any]:
-        """Return the record of a wheel that is built now, as plain values.
-
-        Parameters
-        ----------
-        compiler : str
-            The compiler's command.
-        """
+    def record(self) -> dict[str, Any]:
+        """Return what a wheel is built for, as plain values."""
         versions = {"torch": self.torch, "tensorflow": self.tensorflow}
         return {
             "horovod": self.horovod,
             "version": self.version,
             **versions,
             "cuda": self.cuda,
-            "nccl": nccl_version(self.cuda) if self.cuda else None,
-            "python": platform.python_version(),
-            "tag": self.tag,
-            "libc": " ".join(platform.libc_ver()) or None,
-            "compiler": compiler_version(compiler),
             "compat": self.compat,
             "revision": REVISION,
             "requires": [
@@ -344,25 +329,6 @@ def find_nccl(cuda: str) -> Path | None:
     return folder if complete else None
 
 
-def nccl_version(cuda: str) -> str | None:
-    """Return the version in the header of the NCCL that a CUDA build uses; None without one."""
-    home = find_nccl(cuda)
-    named = [
-        Path(os.environ["HOROVOD_NCCL_" + part], *below)
-        for part, below in (("INCLUDE", ()), ("HOME", ("include",)))
-        if os.environ.get(f"HOROVOD_NCCL_{part}")
-    ]
-    folders = [home / "include"] if home else [*named, *_SYSTEM_INCLUDES]
-    for folder in folders:
-        header = folder / "nccl.h"
-        if header.is_file():
-            numbers = dict(
-                re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH) (\d+)", header.read_text())
-            )
-            return ".".join(numbers.get(part, "0") for part in ("MAJOR", "MINOR", "PATCH"))
-    return None
-
-
 def find_compiler() -> str:
     """Return the C++ compiler's command: ``$CXX`` if it is set, else g++, c++ or clang++.
 
@@ -380,12 +346,6 @@ def find_compiler() -> str:
         f"No C++ compiler found (looked for {', '.join(candidates)}). "
         "On Debian or Ubuntu: apt-get install g++"
     )
-
-
-def compiler_version(compiler: str) -> str:
-    """Return the first line that a compiler prints about its version."""
-    done = subprocess.run([*shlex.split(compiler), "--version"], text=True, capture_output=True)
-    return (done.stdout.splitlines() or [compiler])[0]
 
 
 def check_system(recipe: BuildRecipe, compiler: str) -> None:

@@ -18,14 +18,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, Union
 
 from pyspark import Broadcast, SparkFiles
 from pyspark.sql import DataFrame
 
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators._util.temp_files import LazyFile, LocalFile
-from hvd_estimators.exceptions import PredictionError
+from hvd_estimators._util.temp_files import LocalFile
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -33,12 +32,127 @@ if TYPE_CHECKING:
 Payload = Union[bytes, "os.PathLike[str]"]
 """Serialized predictor: bytes, or a file with the bytes."""
 
+PART_BYTES = 64 * 2**20
+"""Maximum bytes of a broadcast variable. A driver's heap has 1 GiB by default."""
+
+# Up to this size, bytes are sent within the function, which is cheaper. PySpark broadcasts only
+# much larger functions.
+_INLINE_BYTES = 2**18
+
 _FOLDER = "hvd_estimators-models"
 
-
-# Number of models that an executor keeps, for example two models that predict alternately. Workers
-# that have mapped a file can still read it after its deletion.
+# Number of files that an executor keeps, for example those of two models that predict alternately.
+# Workers that have mapped a file can still read it after its deletion.
 _KEPT = 2
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """Bytes to send, with their digest.
+
+    Attributes
+    ----------
+    document : bytes or LocalFile
+        The bytes, or a file with the bytes.
+    size : int
+        Number of bytes.
+    digest : str
+        SHA-256 of the bytes.
+    """
+
+    document: bytes | LocalFile
+    size: int
+    digest: str
+
+    @classmethod
+    def of(cls, document: bytes | LocalFile) -> Hashed:
+        """Return bytes, or a file, with their digest."""
+        with _opened(document) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return cls(document, file.seek(0, os.SEEK_END), digest)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that are sent in broadcast variables.
+
+    Spark briefly holds all bytes of a variable in the JVM's heap.
+
+    Attributes
+    ----------
+    digest : str
+        `Hashed.digest`, which names the joined file.
+    parts : tuple of Broadcast
+        The parts, in order.
+    """
+
+    digest: str
+    parts: tuple[Broadcast[bytes], ...]
+
+
+Sent = bytes | Parts
+"""Form in which a UDF carries bytes."""
+
+
+class SharedBytes:
+    """Bytes that a model has sent to executors. A model shares this object with its copies.
+
+    The last bytes sent are kept, so the next `transform` does not send them again.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, Parts]] = {}
+
+    def send(self, dataset: DataFrame, role: str, hashed: Hashed) -> Sent:
+        """Broadcast bytes, and return the form in which a UDF carries them; see `received`.
+
+        Small bytes are returned unchanged.
+
+        Parameters
+        ----------
+        dataset : DataFrame
+            A DataFrame of the application that needs the bytes.
+        role : str
+            Purpose of the bytes. For each role, only the last bytes are kept.
+        hashed : Hashed
+            The bytes.
+        """
+        # Spark Connect has no broadcast variables.
+        if hashed.size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
+            return as_bytes(hashed.document)
+        context = dataset.sparkSession.sparkContext
+        application, sent = self._last.get(role, ("", Parts("", ())))
+        if (application, sent.digest) != (context.applicationId, hashed.digest):
+            with _opened(hashed.document) as file:
+                parts = [
+                    _broadcast(context, part) for part in iter(lambda: file.read(PART_BYTES), b"")
+                ]
+            sent = Parts(hashed.digest, tuple(parts))
+            self._last[role] = context.applicationId, sent
+        return sent
+
+    def __reduce__(self) -> Any:
+        return SharedBytes, ()
+
+
+def _broadcast(context: SparkContext, data: bytes) -> Broadcast[bytes]:
+    """Return a variable whose file is deleted when neither Python nor a plan needs it."""
+    variable = context.broadcast(data)
+    assert context._jvm is not None
+    # PySpark would keep the file until the application ends.
+    tracker = context._jvm.org.apache.commons.io.FileCleaningTracker()
+    tracker.track(variable._path, variable._jbroadcast)
+    tracker.exitWhenFinished()
+    return variable
+
+
+def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
+    """Return the bytes of a payload that may be a file."""
+    return document if isinstance(document, bytes) else Path(document).read_bytes()
+
+
+def _opened(document: bytes | os.PathLike[str]) -> io.BytesIO | io.BufferedReader:
+    return io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb")
 
 
 @contextlib.contextmanager
@@ -49,22 +163,7 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
     """
     if isinstance(sent, bytes):
         yield sent
-    elif isinstance(sent, Parts):
-        with _file_of(sent) as path:
-            yield path
-    else:
-        yield _value(sent)
-
-
-def _value(variable: Broadcast[bytes]) -> bytes:
-    # A variable keeps its bytes in memory, beside the model. A temporary copy of it does not.
-    reader: Broadcast[bytes] = object.__new__(Broadcast)
-    vars(reader).update(vars(variable))
-    return reader.value
-
-
-@contextlib.contextmanager
-def _file_of(sent: Parts) -> Iterator[Path]:
+        return
     # Spark deletes this directory when the application ends.
     folder = Path(SparkFiles.getRootDirectory() or tempfile.gettempdir()) / _FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,223 +187,10 @@ def _put_together(sent: Parts, path: Path) -> None:
     partly = path.with_suffix(".partly")
     with open(partly, "wb") as file:
         for part in sent.parts:
-            file.write(_value(part))
+            file.write(part.value)
+            # A variable keeps its bytes in memory, beside the model.
+            vars(part).pop("_value", None)
     models = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
     os.replace(partly, path)
     for model in models[_KEPT - 1 :]:
         model.unlink()
-
-
-PART_BYTES = 64 * 2**20
-"""Maximum bytes of a broadcast variable. A driver's heap has 1 GiB by default."""
-
-
-# Up to this size, bytes are sent within the function, which is cheaper. PySpark broadcasts only
-# much larger functions.
-_INLINE_BYTES = 2**18
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Bytes that are sent in several broadcast variables.
-
-    Spark briefly holds all bytes of a variable in the JVM's heap.
-
-    Attributes
-    ----------
-    digest : str
-        `Hashed.digest`, which names the joined file.
-    parts : tuple of Broadcast
-        The parts, in order.
-    """
-
-    digest: str
-    parts: tuple[Broadcast[bytes], ...]
-
-
-Sent = Union[bytes, "Broadcast[bytes]", Parts]
-"""Form in which a UDF carries bytes."""
-
-
-@dataclass(frozen=True)
-class Hashed:
-    """Bytes to send, with their digests. Hashing GBs takes a while.
-
-    Attributes
-    ----------
-    document : bytes or LocalFile
-        The bytes, or a file with the bytes. A `LazyFile` is not written if all its parts have
-        been sent before.
-    size : int
-        Number of bytes.
-    digests : tuple of str
-        SHA-256 of each part of `PART_BYTES`, in order.
-    """
-
-    document: bytes | LocalFile
-    size: int
-    digests: tuple[str, ...]
-
-    @classmethod
-    def of(cls, document: bytes | LocalFile) -> Hashed:
-        """Return bytes, or a file, with their digests."""
-        digests = digests_of(document, PART_BYTES)
-        return cls(document, digests.size, digests.parts)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the parts' digests."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
-
-    def part(self, index: int) -> bytes:
-        """Return a part.
-
-        Raises
-        ------
-        PredictionError
-            If the file is written only now, and the model has changed since it was hashed.
-        """
-        data = part_of(self.document, index * PART_BYTES, PART_BYTES)
-        is_new = isinstance(self.document, LazyFile)
-        if is_new and hashlib.sha256(data).hexdigest() != self.digests[index]:
-            raise PredictionError(
-                "The model changed while it was sent to the executors. Call transform() again when "
-                "nothing trains it."
-            )
-        return data
-
-
-class SharedBytes:
-    """Bytes that a model has sent to executors. A model shares this object with its copies.
-
-    The last bytes sent are kept, so the next `transform` does not send them again.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[tuple[str, ...], Sent]] = {}
-
-    def send(self, dataset: DataFrame, role: str, hashed: Hashed) -> Sent:
-        """Broadcast bytes, and return the form in which a UDF carries them; see `received`.
-
-        Small bytes are returned unchanged.
-
-        Parameters
-        ----------
-        dataset : DataFrame
-            A DataFrame of the application that needs the bytes.
-        role : str
-            Purpose of the bytes. For each role, only the last bytes are kept.
-        hashed : Hashed
-            The bytes.
-        """
-        # Spark Connect has no broadcast variables.
-        if hashed.size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
-            return as_bytes(hashed.document)
-        context = dataset.sparkSession.sparkContext
-        content = (str(context.applicationId), *hashed.digests)
-        last, sent = self._last.get(role, ((), b""))
-        if last != content:
-            parts = tuple(
-                _broadcast(context, hashed.part(index)) for index in range(len(hashed.digests))
-            )
-            sent = parts[0] if len(parts) == 1 else Parts(hashed.digest, parts)
-            self._last[role] = (content, sent)
-        return sent
-
-    def __reduce__(self) -> Any:
-        return SharedBytes, ()
-
-
-def _broadcast(context: SparkContext, data: bytes) -> Broadcast[bytes]:
-    """Return a variable whose file is deleted when neither Python nor a plan needs it."""
-    variable = context.broadcast(data)
-    assert context._jvm is not None
-    # PySpark would keep the file until the application ends.
-    tracker = context._jvm.org.apache.commons.io.FileCleaningTracker()
-    tracker.track(variable._path, variable._jbroadcast)
-    tracker.exitWhenFinished()
-    return variable
-
-
-_READ_BYTES = 2**20
-
-
-def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
-    """Return the bytes of a payload that may be a file."""
-    return document if isinstance(document, bytes) else Path(document).read_bytes()
-
-
-def part_of(document: bytes | os.PathLike[str], start: int, size: int) -> bytes:
-    """Return ``size`` bytes of a payload from ``start``, or fewer at its end."""
-    if isinstance(document, bytes):
-        return document if len(document) <= size else document[start : start + size]
-    with open(document, "rb") as file:
-        file.seek(start)
-        return file.read(size)
-
-
-def digests_of(document: bytes | os.PathLike[str], part_bytes: int) -> Digests:
-    """Return the digests of a payload's parts. This does not write a `LazyFile` to disk."""
-    digests = Digests(part_bytes)
-    if isinstance(document, bytes):
-        digests.write(document)
-    elif isinstance(document, LazyFile):
-        document.write(cast("IO[bytes]", digests))
-    else:
-        with open(document, "rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digests.write(piece)
-    return digests
-
-
-class Digests(io.RawIOBase):
-    """Write-only file that keeps only the SHA-256 of each part and the size.
-
-    Parameters
-    ----------
-    part_bytes : int
-        Bytes of a part; the last part may have fewer.
-
-    Attributes
-    ----------
-    size : int
-        Number of bytes written.
-    """
-
-    def __init__(self, part_bytes: int) -> None:
-        self._part_bytes = part_bytes
-        self.truncate(0)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The digests, in order."""
-        return tuple(part.hexdigest() for part in self._parts)
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Hash some bytes, and return their number."""
-        view = memoryview(data).cast("B")
-        start = 0
-        while start < len(view):
-            room = self._part_bytes - self.size % self._part_bytes
-            if room == self._part_bytes:
-                self._parts.append(hashlib.sha256())
-            piece = view[start : start + room]
-            self._parts[-1].update(piece)
-            self.size += len(piece)
-            start += len(piece)
-        return len(view)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Accept a seek to the start, before a call of `truncate`."""
-        if (offset, whence) != (0, os.SEEK_SET):
-            raise io.UnsupportedOperation("what was written is not kept")
-        return 0
-
-    def truncate(self, size: int | None = 0) -> int:
-        """Discard all digests."""
-        self.size, self._parts = 0, list[Any]()
-        return 0

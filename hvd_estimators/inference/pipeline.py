@@ -36,8 +36,6 @@ class ModelPredictor(Protocol):
         Outputs whose lists of numbers are vectors in Spark.
     default_columns : frozenset of str
         Outputs that are left out if the rows have such a column.
-    dimensions : mapping
-        Feature to the number of dimensions of a row, if known.
     """
 
     feature_columns: tuple[str, ...]
@@ -45,7 +43,6 @@ class ModelPredictor(Protocol):
     output_columns: tuple[str, ...]
     vector_columns: frozenset[str]
     default_columns: frozenset[str]
-    dimensions: Mapping[str, int]
 
     def predict_columns(self, columns: Columns) -> tuple[pa.Table, Array | None]:
         """Return the predictions for some rows, and a mask of the rows in them (None: all)."""
@@ -67,7 +64,6 @@ class ModelStage(Stage):
         self.optional_inputs = predictor.optional_columns
         left_out = predictor.default_columns.intersection(made)
         self.outputs = tuple(n for n in predictor.output_columns if n not in left_out)
-        self.dimensions = predictor.dimensions
         self.attributes = Attributes()
         self._predictor = predictor
 
@@ -98,8 +94,6 @@ class Pipeline:
         Columns that stages read if the rows have them.
     output_columns : tuple of str
         Columns that the stages add or replace, if the rows have the optional columns.
-    dimensions : mapping
-        Column to the number of dimensions of a row, if known.
     sizes : mapping
         Output to the size of its vectors, if known.
     """
@@ -108,7 +102,6 @@ class Pipeline:
     feature_columns: tuple[str, ...]
     optional_columns: tuple[str, ...]
     output_columns: tuple[str, ...]
-    dimensions: Mapping[str, int]
     sizes: Mapping[str, int]
 
     @classmethod
@@ -128,13 +121,11 @@ class Pipeline:
             needed = dict.fromkeys((*required, *needed))
             optional = dict.fromkeys((*stage.inputs, *stage.optional_inputs, *optional))
         needed = needed or optional
-        dimensions = {n: d for stage in reversed(stages) for n, d in stage.dimensions.items()}
         return cls(
             tuple(stages),
             tuple(needed),
             tuple(name for name in optional if name not in needed),
             tuple(dict.fromkeys(name for stage in stages for name in stage.outputs)),
-            {name: dimensions[name] for name in needed if name in dimensions},
             known.sizes,
         )
 

@@ -72,8 +72,6 @@ class Stage(abc.ABC):
         Columns that the stage reads if they exist.
     may_lack_inputs : bool
         Whether the stage ignores missing inputs, and makes no outputs of them.
-    dimensions : mapping
-        Input to the number of dimensions of a row, if known and not 0.
     attributes : Attributes
         Attributes of the outputs.
     """
@@ -82,7 +80,6 @@ class Stage(abc.ABC):
     outputs: tuple[str, ...]
     optional_inputs: tuple[str, ...] = ()
     may_lack_inputs = False
-    dimensions: Mapping[str, int]
     attributes: Attributes
 
     @abc.abstractmethod
@@ -123,7 +120,6 @@ class FeatureStage(Stage):
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.handle_invalid = get("handleInvalid") or "error"
         self.attributes = Attributes()
-        self.dimensions = {}
 
     def __call__(self, columns: Columns) -> tuple[dict[str, pa.Array], Array | None]:
         """Return the added columns, and a mask of the given rows that they have (None: all)."""
@@ -347,7 +343,6 @@ class _Scaler(FeatureStage):
         super().__init__(saved, known)
         self._size = size
         self.attributes = Attributes(sizes={self.outputs[0]: size})
-        self.dimensions = {self.inputs[0]: 1}
 
     def _transform(self, columns: Columns) -> dict[str, pa.Array]:
         (name,), (output,) = self.inputs, self.outputs

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import (
     GpuError,
     ParamError,
-    PredictionError,
-    ShapeError,
 )
 from hvd_estimators.inference.batch import (
     BatchPredictor,
@@ -55,8 +53,7 @@ _MOST_BYTES = 2**25
 class SavedPredictor:
     """Saved model that predicts without Spark, with the results of ``transform()``.
 
-    ``load_predictor`` of each framework's package, such as `hvd_estimators.torch`, returns a
-    predictor. Several threads may call the predictor at the same time.
+    `load_predictor` returns a predictor. Several threads may call the predictor at the same time.
 
     Attributes
     ----------
@@ -72,8 +69,6 @@ class SavedPredictor:
         Outputs that are vectors in Spark if a row has one dimension.
     default_columns : frozenset of str
         Columns that ``transform()`` adds only to DataFrames without them.
-    dimensions : mapping of str to int
-        Feature to the number of dimensions of a row, if known.
     """
 
     def __init__(
@@ -100,8 +95,8 @@ class SavedPredictor:
             Rows per forward pass.
         """
         get = saved.get
-        self._inputs = InputColumns.of(get("feature_columns"))
-        self.feature_columns = self._inputs.columns
+        inputs = InputColumns.of(get("feature_columns"))
+        self.feature_columns = inputs.columns
         outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
@@ -116,7 +111,7 @@ class SavedPredictor:
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
         self._inference = replace(
-            BatchPredictor.of(self._inputs, transformation, metadata),
+            BatchPredictor.of(inputs, transformation, metadata),
             collate=getattr(predictor, "collate", None),
             keeps_nulls=self._on_nulls != "error",
         )
@@ -131,9 +126,6 @@ class SavedPredictor:
         )
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
-        self.dimensions: Mapping[str, int] = {
-            n: len(e["shape"]) for n, e in metadata.items() if "shape" in e
-        }
         self._shapes = output_shapes
         self._is_ready = False
         self._lock = threading.Lock()
@@ -153,18 +145,14 @@ class SavedPredictor:
 
         Parameters
         ----------
-        rows : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
-            The rows, in one of three forms:
+        rows : mapping, sequence of mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+            The rows, in one of two forms:
 
-            - Columns by name: a mapping, a data frame or a table. Columns that are not features
-              are ignored.
-            - Single rows: a list of dicts (or of Spark's ``Row``) with names and values, or one
-              dict or ``Row``. A dict is one row if a feature in it is a single value, or has as
-              many dimensions as a row had in training.
-            - Features without names, in order. Several features are a list with one array per
-              feature, rows first. A single feature is one array. Features that are all numbers may
-              be one array, rows by features. A list of columns in ``feature_cols`` is one feature,
-              rows by columns.
+            - Columns by name: a mapping of arrays, a data frame or a table. Columns that are not
+              features are ignored.
+            - Single rows: a list of dicts (or of Spark's ``Row``) with names and values. A dict or
+              ``Row`` alone is one row if a feature in it is a number, text, bytes or a Spark
+              vector; otherwise a dict holds columns.
 
             Columns hold the types that `transform` takes: numbers, arrays of numbers with one shape
             in all rows, and text if the model takes text. Arrow columns may also hold Spark's
@@ -194,21 +182,11 @@ class SavedPredictor:
             If arrays of a column differ in length, or if there is a null and ``handleInvalid`` is
             ``"error"``.
         ParamError
-            If the numbers of arrays and features differ.
+            If the rows have another form.
         PredictionError
             If the model fails, or if a type of ``output_types`` cannot hold a prediction.
         """
-        given = self._read(rows)
-        try:
-            return self._predict(given)
-        except (PredictionError, ShapeError) as error:
-            if not (isinstance(rows, (Mapping, np.ndarray)) and given.are_all_scalars):
-                raise
-            raise type(error)(
-                f"{error} It was called with {given.count} rows, one for each entry of what "
-                f"predict() was given. For a single row, give a list with a dict: "
-                f"[{{{self.feature_columns[0]!r}: ...}}]."
-            ) from error
+        return self._predict(self._read(rows))
 
     def predict_columns(self, columns: Mapping[str, pa.Array]) -> tuple[pa.Table, Array | None]:
         """Return the predictions for some rows, and a mask of the rows in them (None: all)."""
@@ -218,14 +196,13 @@ class SavedPredictor:
 
     def _read(self, rows: Any) -> InputTable:
         if self._inference.collate is not None:
-            return read_rows(rows, self._inputs, self.dimensions, self._dtypes, self._inference)
+            return read_rows(rows, self.feature_columns, self._dtypes, self._inference)
         with naming_transformation(self._get):
             return read_table(
                 rows,
-                self._inputs,
+                self.feature_columns,
                 self.optional_columns,
                 self._text,
-                self.dimensions,
                 keeps_nulls=self._on_nulls != "error",
             )
 
@@ -290,13 +267,12 @@ class PipelinePredictor(SavedPredictor):
         self.optional_columns = pipeline.optional_columns
         self.vector_columns = frozenset(pipeline.output_columns)
         self.default_columns = frozenset()
-        self.dimensions = pipeline.dimensions
         self._pipeline = pipeline
 
     def predict(self, rows: Any) -> Any:
         """Return the columns that the stages add or replace; see `SavedPredictor.predict`."""
         columns, to_result, as_arrow = read_columns(
-            rows, InputColumns.of(self.feature_columns), self.optional_columns, self.dimensions
+            rows, self.feature_columns, self.optional_columns
         )
         if as_arrow:
             return to_result(*self.predict_columns(columns))
@@ -337,116 +313,87 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
     return Resources(num_threads, gpu, device)
 
 
-class _LoadPredictor(Protocol):
-    """Signature of ``load_predictor``."""
+def load_predictor(
+    path: str,
+    *,
+    batch_size: int | None = None,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SavedPredictor:
+    """Load a saved model of any framework, or a pipeline, for predictions without Spark.
 
-    def __call__(
-        self,
-        path: str,
-        *,
-        batch_size: int | None = None,
-        device: str = "cpu",
-        num_threads: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> SavedPredictor: ...
+    >>> predictor = load_predictor("s3://bucket/model")
+    >>> predictor.predict({"features": array})["label__output"]
 
+    The predictor works like the model's ``transform()``, with the same columns, transformation,
+    types, class columns and precision. PySpark need not be installed. Loading runs code from the
+    files, so load only files that you trust.
 
-def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredictor:
-    """Return the ``load_predictor`` of a framework's package.
+    The path may hold a ``PipelineModel`` of such models and of stages that are plain arithmetic:
+    `StringIndexer`, `IndexToString`, `OneHotEncoder`, `VectorAssembler`, `StandardScaler`,
+    `MinMaxScaler`, `Imputer` and `Bucketizer`.
+
+    A Lightning module predicts with its ``forward`` or, with ``use_predict_step``, its
+    ``predict_step``. A Keras model has no optimizer, and loading sets Keras's float type as in
+    training.
 
     Parameters
     ----------
-    class_name : str
-        Class of the saved models.
-    load : callable
-        Loads the forward pass of a saved model with some resources. Returns it with the features
-        that may be text.
-    note : str
-        What the framework adds to the docstring.
+    path : str
+        The path that was passed to ``save()``: a local path, or a URL of a registered store, see
+        `hvd_estimators.store.Store.create`.
+    batch_size : int, optional
+        Rows per forward pass. Default: the model's ``inference_batch_size``, or else 10,000 rows,
+        or 32 MiB if these are fewer rows.
+    device : str
+        ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
+    num_threads : int, optional
+        Threads for computation, in the whole process. It has no effect after TensorFlow was
+        initialized. Default: the framework's own number.
+    storage_options : mapping, optional
+        Passed to fsspec's filesystem: keys, tokens, endpoints.
+
+    Returns
+    -------
+    SavedPredictor
+        Its ``predict`` takes dicts of arrays, lists of dicts, pandas and Arrow.
+
+    Raises
+    ------
+    ParamError
+        If a parameter is invalid, or the path holds another kind of model or stage.
+    StoreError
+        If the path holds no model, or the model cannot be read.
+    GpuError
+        If the framework does not see the GPU.
+    DependencyError
+        If the model's framework is not installed.
     """
+    resources = resources_of(device, num_threads, batch_size)
+    saved = read_saved(path, storage_options)
+    if saved.is_pipeline:
+        stages = read_pipeline(saved, lambda stage: _load_model(stage, resources, batch_size))
+        return PipelinePredictor(stages)
+    return _load_model(saved, resources, batch_size)
 
-    def load_predictor(
-        path: str,
-        *,
-        batch_size: int | None = None,
-        device: str = "cpu",
-        num_threads: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> SavedPredictor:
-        """Load a saved `{class_name}`, or a pipeline, for predictions without Spark.
 
-        >>> predictor = load_predictor("s3://bucket/model")
-        >>> predictor.predict({"features": array})["label__output"]
-
-        The predictor works like the model's ``transform()``, with the same columns,
-        transformation, types, class columns and precision. {note}PySpark need not be installed.
-        Loading runs code from the files, so load only files that you trust.
-
-        The path may hold a ``PipelineModel`` of such models and of stages that are plain
-        arithmetic: `StringIndexer`, `IndexToString`, `OneHotEncoder`, `VectorAssembler`,
-        `StandardScaler`, `MinMaxScaler`, `Imputer` and `Bucketizer`.
-
-        Parameters
-        ----------
-        path : str
-            The path that was passed to ``save()``: a local path, or a URL of a registered store,
-            see `hvd_estimators.store.Store.create`.
-        batch_size : int, optional
-            Rows per forward pass. Default: the model's ``inference_batch_size``, or else 10,000
-            rows, or 32 MiB if these are fewer rows.
-        device : str
-            ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
-        num_threads : int, optional
-            Threads for computation, in the whole process. It has no effect after TensorFlow was
-            initialized. Default: the framework's own number.
-        storage_options : mapping, optional
-            Passed to fsspec's filesystem: keys, tokens, endpoints.
-
-        Returns
-        -------
-        SavedPredictor
-            Its ``predict`` takes NumPy arrays, dicts of arrays, pandas and Arrow.
-
-        Raises
-        ------
-        ParamError
-            If a parameter is invalid, or the path holds another kind of model or stage.
-        StoreError
-            If the path holds no model, or the model cannot be read.
-        GpuError
-            If the framework does not see the GPU.
-        """
-        resources = resources_of(device, num_threads, batch_size)
-        saved = read_saved(path, class_name, storage_options)
-        if saved.is_pipeline:
-
-            def load_stage(stage: Saved) -> SavedPredictor:
-                package: Any = importlib.import_module(str(stage.package))
-                loaded: SavedPredictor = package.load_predictor(
-                    stage.given,
-                    batch_size=batch_size,
-                    device=device,
-                    num_threads=num_threads,
-                    storage_options=storage_options,
-                )
-                return loaded
-
-            return PipelinePredictor(read_pipeline(saved, load_stage))
-        predictor, text = load(saved, resources)
-        if resources.gpu is not None and not getattr(predictor, "overlaps", False):
-            raise GpuError(f"device: found {device!r}, and the framework sees no GPU. Set 'cpu'.")
-        # fit() stores the output shapes of forward(), which predict_step may change.
-        shapes = None if saved.get("use_predict_step") else saved.get("output_shapes")
-        return SavedPredictor(
-            saved,
-            predictor,
-            None if shapes is None else [tuple(shape) for shape in shapes],
-            text,
-            batch_size,
+def _load_model(saved: Saved, resources: Resources, batch_size: int | None) -> SavedPredictor:
+    package = saved.package
+    if package is None:
+        raise ParamError(
+            f"path: {saved.given!r} holds a {saved.class_name}. load_predictor() reads KerasModel, "
+            "LightningModel and TorchModel, and pipelines with them. It does not run the methods "
+            "of subclasses. Load their models with Spark."
         )
-
-    document = str(load_predictor.__doc__).replace("{class_name}", class_name)
-    load_predictor.__doc__ = document.replace("{note}", f"{note} " if note else "")
-    load_predictor.__module__ = load.__module__
-    load_predictor.__qualname__ = load_predictor.__name__
-    return load_predictor
+    get, _ = lazy_names(package, {"load_saved": f"{package}.predictor"})
+    load: Load = get("load_saved")
+    predictor, text = load(saved, resources)
+    if resources.gpu is not None and not getattr(predictor, "overlaps", False):
+        raise GpuError(
+            f"device: found {resources.named!r}, and the framework sees no GPU. Set 'cpu'."
+        )
+    # fit() stores the output shapes of forward(), which predict_step may change.
+    shapes = None if saved.get("use_predict_step") else saved.get("output_shapes")
+    shapes = None if shapes is None else [tuple(shape) for shape in shapes]
+    return SavedPredictor(saved, predictor, shapes, text, batch_size)

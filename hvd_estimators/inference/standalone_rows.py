@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import ROWS, GivenRows, one_array
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, is_scalar, to_arrays
@@ -48,11 +47,6 @@ class InputTable:
     to_result: Callable[[Any, Array | None], Any]
     as_arrow: bool
 
-    @property
-    def are_all_scalars(self) -> bool:
-        """True if every column has one value per row."""
-        return all(getattr(column, "ndim", 0) == 1 for column in self.columns.values())
-
     def result(self, predicted: Predicted, keeps: bool) -> Any:
         """Return predictions in the form of the rows.
 
@@ -76,10 +70,9 @@ class InputTable:
 
 def read_table(
     given: Any,
-    inputs: InputColumns,
+    features: Sequence[str],
     optional: Sequence[str],
     text: Collection[str] | None,
-    dimensions: Mapping[str, int] | None = None,
     *,
     keeps_nulls: bool = True,
 ) -> InputTable:
@@ -87,16 +80,14 @@ def read_table(
 
     Parameters
     ----------
-    given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+    given : mapping, sequence of mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
         See `SavedPredictor.predict`.
-    inputs : InputColumns
-        The model's inputs, whose columns are required.
+    features : sequence of str
+        The columns that are required.
     optional : sequence of str
         Columns that are read if they exist.
     text : collection of str, or None
         Columns that may be text; None for all columns.
-    dimensions : mapping of str to int, optional
-        Column to the number of dimensions of a row, if known.
     keeps_nulls : bool
         Whether rows may hold nulls.
 
@@ -105,30 +96,26 @@ def read_table(
     ColumnError
         If a column is missing, or if its type is not numeric.
     ParamError
-        If the numbers of arrays and features differ.
+        If the rows have another form.
     DataError
         If columns, or the arrays of a column, differ in length. Also for nulls without
         ``keeps_nulls``.
     """
-    columns, to_result, as_arrow = read_columns(given, inputs, optional, dimensions or {})
+    columns, to_result, as_arrow = read_columns(given, features, optional)
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
-    return InputTable(arrays, len(arrays[inputs.columns[0]]), valid, to_result, as_arrow)
+    return InputTable(arrays, len(arrays[features[0]]), valid, to_result, as_arrow)
 
 
 def read_rows(
-    given: Any,
-    inputs: InputColumns,
-    dimensions: Mapping[str, int],
-    dtypes: Mapping[str, str],
-    inference: BatchPredictor,
+    given: Any, features: Sequence[str], dtypes: Mapping[str, str], inference: BatchPredictor
 ) -> InputTable:
     """Return rows for a collate function.
 
     Parameters
     ----------
-    given, inputs, dimensions
+    given, features
         See `read_table`.
     dtypes : mapping of str to str
         Column to the NumPy name of its numbers in training.
@@ -140,16 +127,15 @@ def read_rows(
     ColumnError, ParamError, DataError
         See `read_table`.
     """
-    table, to_result, as_arrow = _columns(given, inputs, dimensions)
-    _require_columns(inputs.columns, table)
+    table, to_result, as_arrow = _columns(given, features)
     if isinstance(given, (pa.Table, pa.RecordBatch)):
-        columns: list[Any] = [one_array(table[name]) for name in inputs.columns]
+        columns: list[Any] = [one_array(table[name]) for name in features]
         rows, valid = inference.read(columns)
         return InputTable(rows, len(rows[ROWS]), valid, to_result, as_arrow)
-    columns = [[_or_none(value) for value in table[name]] for name in inputs.columns]
+    columns = [[_or_none(value) for value in table[name]] for name in features]
     if len(set(map(len, columns))) > 1:
         raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
-    named = [dict(zip(inputs.columns, row, strict=True)) for row in zip(*columns, strict=True)]
+    named = [dict(zip(features, row, strict=True)) for row in zip(*columns, strict=True)]
     complete = np.array([all(v is not None for v in row.values()) for row in named], bool)
     if not (complete.all() or inference.keeps_nulls):
         raise DataError(f"The rows hold nulls; {NULL_REMEDY}")
@@ -169,17 +155,8 @@ def _or_none(value: Any) -> Any:
     return None if type(value).__name__ in ("NAType", "NaTType") else value
 
 
-def _require_columns(features: Sequence[str], table: Mapping[str, Any]) -> None:
-    missing = [name for name in features if name not in table]
-    if missing:
-        raise ColumnError(
-            f"There is no column {', '.join(map(repr, missing))}; the model takes "
-            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
-        )
-
-
 def read_columns(
-    given: Any, inputs: InputColumns, optional: Sequence[str], dimensions: Mapping[str, int]
+    given: Any, features: Sequence[str], optional: Sequence[str]
 ) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
     """Return the columns of rows, and the conversion of results; see `read_table`.
 
@@ -192,9 +169,7 @@ def read_columns(
     as_arrow : bool
         See `InputTable`.
     """
-    features = inputs.columns
-    table, to_result, as_arrow = _columns(given, inputs, dimensions)
-    _require_columns(features, table)
+    table, to_result, as_arrow = _columns(given, features)
     names = [*features, *(name for name in optional if name in table)]
     columns = {name: _column(table[name], name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}
@@ -204,7 +179,20 @@ def read_columns(
 
 
 def _columns(
-    given: Any, inputs: InputColumns, dimensions: Mapping[str, int]
+    given: Any, features: Sequence[str]
+) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
+    table, to_result, as_arrow = _by_column(given, features)
+    missing = [name for name in features if name not in table]
+    if missing:
+        raise ColumnError(
+            f"There is no column {', '.join(map(repr, missing))}; the model takes "
+            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
+        )
+    return table, to_result, as_arrow
+
+
+def _by_column(
+    given: Any, features: Sequence[str]
 ) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
@@ -218,62 +206,32 @@ def _columns(
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
         return {str(name): given[name] for name in given.columns}, to_frame, True
-    records, to_records = _records(given, inputs.columns, dimensions)
-    if records is not None:
-        return _columns_of(records, inputs.columns), to_records, False
+    row = _as_row(given)
+    if row is not None and any(_is_value(row.get(name)) for name in features):
+        return _columns_of([row], features), _alone, False
     if isinstance(given, Mapping):
         return given, lambda made, selected: made, False
-    return _in_order(given, inputs), lambda made, selected: made, False
+    if isinstance(given, (list, tuple)) and given:
+        rows = [_as_row(row) for row in given]
+        if None not in rows:
+            return _columns_of(rows, features), _one_by_one, False
+    raise ParamError(
+        f"rows: expected the columns {', '.join(features)} by name: a dict of arrays, a list of "
+        f"dicts (one for each row), a data frame or an Arrow table, found {type(given).__name__}."
+    )
 
 
-def _records(
-    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
-) -> tuple[list[Mapping[str, Any]] | None, Callable[[Any, Array | None], Any]]:
-    """Return rows that were given one by one, and the conversion of predictions to their form.
-
-    The rows are None if columns were given.
-    """
-    if isinstance(given, (list, tuple)) and given and all(_as_record(row) for row in given):
-        return [_as_record(row) or {} for row in given], _one_by_one
-    record = _as_record(given)
-    if record is None or not _is_one_row(record, features, dimensions):
-        return None, _one_by_one
-    return [record], lambda made, selected: next(iter(_one_by_one(made, selected)), None)
-
-
-def _as_record(row: Any) -> Mapping[str, Any] | None:
-    """Convert a dict, a Spark Row or a data frame's row to a mapping; None for other types."""
-    if isinstance(row, Mapping):
-        return row
+def _as_row(row: Any) -> Any:
+    """Convert a dict or a Spark Row to a mapping; None for other types."""
     if isinstance(row, tuple) and hasattr(row, "asDict"):
-        record: Mapping[str, Any] = row.asDict()
-        return record
-    pandas = sys.modules.get("pandas")
-    if pandas is not None and isinstance(row, pandas.Series) and row.index.is_unique:
-        record = dict(zip(row.index, row, strict=True))
-        return record if record and all(isinstance(name, str) for name in record) else None
-    return None
+        return row.asDict()
+    return row if isinstance(row, Mapping) else None
 
 
-def _is_one_row(
-    record: Mapping[str, Any], features: Sequence[str], dimensions: Mapping[str, int]
-) -> bool:
-    """Return whether a mapping holds the values of one row, instead of columns."""
-    for name in features:
-        value = record.get(name)
-        if value is None:
-            continue
-        if isinstance(value, (str, bytes, bytearray)) or hasattr(value, "toArray"):
-            return True
-        if isinstance(value, (pa.Array, pa.ChunkedArray)):
-            return False
-        try:
-            ndim = np.ndim(value)
-        except ValueError:  # lists of several lengths
-            return False
-        if ndim == 0 or ndim == dimensions.get(name):
-            return True
-    return False
+def _is_value(value: Any) -> bool:
+    """Return whether an object is a row's value: a number, text, bytes or a Spark vector."""
+    is_sequence = hasattr(value, "__len__") and not isinstance(value, (str, bytes, bytearray))
+    return value is not None and (not is_sequence or hasattr(value, "toArray"))
 
 
 def _columns_of(
@@ -305,47 +263,9 @@ def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[
     return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
 
-def _in_order(given: Any, inputs: InputColumns) -> dict[str, Any]:
-    """Return the columns of inputs that were given without names."""
-    names = inputs.names
-    if len(names) == 1:
-        is_one = isinstance(given, (list, tuple)) and len(given) == 1
-        wrapped = given[0] if is_one and isinstance(given[0], np.ndarray) else None
-        if wrapped is not None and wrapped.ndim > (names[0] in inputs.matrices):
-            given = wrapped
-        return _columns_of_input(given, names[0], inputs)
-    if isinstance(given, np.ndarray):
-        if given.ndim == 2 and given.shape[1] == len(inputs.columns):
-            return dict(zip(inputs.columns, given.T, strict=True))
-        given_as = f"an array of shape {given.shape}"
-    elif isinstance(given, (list, tuple)):
-        if len(given) == len(names):
-            parts = (_columns_of_input(*p, inputs) for p in zip(given, names, strict=True))
-            return {name: column for part in parts for name, column in part.items()}
-        given_as = f"{len(given)} arrays"
-    else:
-        given_as = type(given).__name__
-    raise ParamError(
-        f"rows: expected the {len(names)} features {', '.join(names)}: a dict or data frame "
-        f"of columns, a list of dicts (one for each row), or one array for each, found {given_as}."
-    )
-
-
-def _columns_of_input(given: Any, name: str, inputs: InputColumns) -> dict[str, Any]:
-    """Return the columns of one input that was given as an array."""
-    if name not in inputs.matrices:
-        return {name: given}
-    columns = inputs.matrices[name]
-    try:
-        shape = np.shape(given)
-    except ValueError:  # rows of several lengths
-        shape = (len(given),)
-    if len(shape) != 2 or shape[1] != len(columns):
-        raise ParamError(
-            f"rows: expected an array of shape (rows, {len(columns)}) for {name!r}, with the "
-            f"columns {', '.join(columns)}, found the shape {shape}."
-        )
-    return dict(zip(columns, np.asarray(given).T, strict=True))
+def _alone(made: Mapping[str, Array], selected: Array | None) -> dict[str, Any] | None:
+    """Return the predictions of the only row; None if it was skipped."""
+    return next(iter(_one_by_one(made, selected)), None)
 
 
 def _column(values: Any, name: str) -> Array | pa.Array:

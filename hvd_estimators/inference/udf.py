@@ -396,18 +396,6 @@ def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
     if is_text and (is_string(data_type) or is_bytes(data_type)):
         return column
     raise ColumnError(
-        f"Argument {name!r} {_described(data_type)}; the UDF takes numbers, booleans, vectors and "
+        f"Argument {name!r} has type {data_type}; the UDF takes numbers, booleans, vectors and "
         "arrays of numbers. Convert it in the query, or select other columns."
     )
-
-
-def _described(data_type: pa.DataType) -> str:
-    if pa.types.is_struct(data_type):
-        return f"is a struct of {', '.join(field.name for field in data_type)}"
-    if pa.types.is_temporal(data_type):
-        return "holds dates or times"
-    if is_string(data_type):
-        return "holds text"
-    if is_bytes(data_type):
-        return "holds bytes"
-    return f"holds values of type {data_type}"

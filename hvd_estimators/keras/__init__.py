@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.inference.standalone import load_predictor
     from hvd_estimators.keras.callbacks import (
         BestModelCheckpoint,
         BroadcastCallback,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from hvd_estimators.keras.gradients import DistributedOptimizer
     from hvd_estimators.keras.log_callback import LogCallback
     from hvd_estimators.keras.model import KerasModel
-    from hvd_estimators.keras.predictor import load_predictor
     from hvd_estimators.keras.schedules import (
         LearningRateScheduleCallback,
         LearningRateWarmupCallback,
@@ -56,6 +56,6 @@ __getattr__, __dir__ = lazy_names(
         "LearningRateWarmupCallback": "hvd_estimators.keras.schedules",
         "LogCallback": "hvd_estimators.keras.log_callback",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
-        "load_predictor": "hvd_estimators.keras.predictor",
+        "load_predictor": "hvd_estimators.inference.standalone",
     },
 )

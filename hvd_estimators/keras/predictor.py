@@ -14,7 +14,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
-from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.keras.backend import (
     CPU,
     SHAPE_KINDS,
@@ -259,7 +258,8 @@ def _as_numbers(output: Any) -> Array:
     return array.astype(np.float32 if is_half else np.float64)
 
 
-def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
+def load_saved(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
+    """Return the predictor of a saved model, and its features that may be text."""
     keras.config.set_floatx(saved.get("_floatx") or "float32")
     with keras.device(choose_device(resources)):
         model = load(saved.read("model"))
@@ -268,10 +268,3 @@ def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[
     settings = predictor_settings(model, saved.get)
     predictor = KerasPredictor(model, resources, **settings)
     return predictor, list(text_columns(settings["structure"]))
-
-
-load_predictor = predictor_loader(
-    "KerasModel",
-    _load,
-    "The model has no optimizer. Loading sets Keras's float type as in training.",
-)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.inference.standalone import load_predictor
     from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
     from hvd_estimators.lightning.model import LightningModel, TorchModel
-    from hvd_estimators.lightning.predictor import load_predictor
     from hvd_estimators.lightning.strategy import HorovodStrategy
 
 __all__ = [
@@ -36,6 +36,6 @@ __getattr__, __dir__ = lazy_names(
         "LightningModel": "hvd_estimators.lightning.model",
         "TorchEstimator": "hvd_estimators.lightning.estimator",
         "TorchModel": "hvd_estimators.lightning.model",
-        "load_predictor": "hvd_estimators.lightning.predictor",
+        "load_predictor": "hvd_estimators.inference.standalone",
     },
 )

@@ -14,7 +14,6 @@ import torch
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.predictor import (
@@ -223,7 +222,8 @@ def _outputs(predicted: Any) -> list[Array]:
     return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]
 
 
-def _load(saved: Saved, resources: Resources) -> tuple[LightningPredictor, Sequence[str]]:
+def load_saved(saved: Saved, resources: Resources) -> tuple[LightningPredictor, Sequence[str]]:
+    """Return the predictor of a saved model, and its features that may be text."""
     get = saved.get
     precision = get("inference_precision") or "float32"
     by_step = bool(get("use_predict_step"))
@@ -231,11 +231,3 @@ def _load(saved: Saved, resources: Resources) -> tuple[LightningPredictor, Seque
     predictor = LightningPredictor(saved.file("model"), by_step, spec, precision, resources)
     predictor.collate = saved_collate(saved)
     return predictor, ()
-
-
-load_predictor = predictor_loader(
-    "LightningModel",
-    _load,
-    "It calls the module's ``forward`` or, with ``use_predict_step``, its ``predict_step``. "
-    "Row-wise predictions of a `LightningModel` subclass need Spark.",
-)

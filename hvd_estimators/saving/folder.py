@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import os
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,15 +61,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def write(self, name: str, content: bytes) -> None:
-        """Write a file atomically, and create its parent directories."""
-
-    @abc.abstractmethod
-    def move_file(self, name: str, target: str) -> None:
-        """Replace a file by another one; at any moment either the old or the new one exists."""
-
-    @abc.abstractmethod
-    def move_directory(self, name: str, target: str) -> None:
-        """Rename a directory; the new name must not exist."""
+        """Write or replace a file atomically, and create its parent directories."""
 
     @abc.abstractmethod
     def delete(self, name: str = "") -> None:
@@ -136,15 +129,6 @@ class _StoreFolder(Folder):
         with self._store.open_atomic(self._path(name)) as file:
             file.write(content)
 
-    def move_file(self, name: str, target: str) -> None:
-        self.write(target, self.read(name))
-        self.delete(name)
-
-    def move_directory(self, name: str, target: str) -> None:
-        for file in self.names(name):
-            self.move_file(f"{name}/{file}", f"{target}/{file}")
-        self.delete(name)
-
     def delete(self, name: str = "") -> None:
         self._store.delete(self._path(name))
 
@@ -153,21 +137,18 @@ class _StoreFolder(Folder):
 
 
 class _LocalFolder(_StoreFolder):
-    """Local directory, with atomic renames, and with support for files that Hadoop wrote."""
+    """Local directory, with support for files that Hadoop wrote."""
 
     def __init__(self, url: str, path: str) -> None:
         super().__init__(LocalStore(path))
         self.url = url
 
-    def move_file(self, name: str, target: str) -> None:
-        path = Path(self._path(target))
+    def write(self, name: str, content: bytes) -> None:
+        path = Path(self._path(name))
         # Hadoop's checksum of the old content; without a checksum file Hadoop reads a file
         # unchecked.
         path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
-        os.replace(self._path(name), path)
-
-    def move_directory(self, name: str, target: str) -> None:
-        os.rename(self._path(name), self._path(target))
+        super().write(name, content)
 
     def delete(self, name: str = "") -> None:
         path = Path(self._path(name))
@@ -211,40 +192,26 @@ class _HadoopFolder(Folder):
             return Path(local).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
+        target = written = self._path(name)
+        is_renamed = self._root.toUri().getScheme() in _RENAMING
+        if is_renamed:
+            written = self._fs.Path(target.getParent(), f".{uuid.uuid4().hex}.partial")
         # Copy a file, because the JVM holds several copies of content that passes through py4j.
         with tempfile.TemporaryDirectory() as folder:
             local = os.path.join(folder, "content")
             Path(local).write_bytes(content)
-            paths = self._local(local), self._path(name)
+            paths = self._local(local), written
             self._call("writing", name, self._filesystem.copyFromLocalFile, False, True, *paths)
+        if is_renamed:
+            self._call("writing", name, self._rename, written, target)
 
-    def move_file(self, name: str, target: str) -> None:
-        source, destination = self._path(name), self._path(target)
-
-        def move() -> None:
-            if self._root.toUri().getScheme() in _RENAMING:
-                rename = getattr(self._fs, "Options$Rename")
-                # Java's variable arguments are an array, even for a single option.
-                options = self._jvm.java.lang.reflect.Array.newInstance(
-                    rename.OVERWRITE.getClass(), 1
-                )
-                options[0] = rename.OVERWRITE
-                context = self._fs.FileContext.getFileContext(
-                    self._root.toUri(), self._configuration
-                )
-                context.rename(source, destination, options)
-                return
-            self._fs.FileUtil.copy(
-                *(self._filesystem, source, self._filesystem, destination),
-                *(True, True, self._configuration),
-            )
-
-        self._call("writing", target, move)
-
-    def move_directory(self, name: str, target: str) -> None:
-        paths = self._path(name), self._path(target)
-        if not self._call("writing", target, self._filesystem.rename, *paths):
-            raise StoreError(f"{self.url!r}: {name!r} cannot be renamed to {target!r}.")
+    def _rename(self, source: Any, target: Any) -> None:
+        overwrite = getattr(self._fs, "Options$Rename").OVERWRITE
+        # Java's variable arguments are an array, even for a single option.
+        options = self._jvm.java.lang.reflect.Array.newInstance(overwrite.getClass(), 1)
+        options[0] = overwrite
+        context = self._fs.FileContext.getFileContext(self._root.toUri(), self._configuration)
+        context.rename(source, target, options)
 
     def delete(self, name: str = "") -> None:
         self._call("deleting", name, self._filesystem.delete, self._path(name), True)

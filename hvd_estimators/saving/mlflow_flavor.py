@@ -25,7 +25,8 @@ from packaging.version import Version
 
 from hvd_estimators._util.unpickle_imports import recording_modules
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.saving.saved import load_predictor_of, package_of
+from hvd_estimators.inference.standalone import load_predictor
+from hvd_estimators.saving.saved import package_of
 from hvd_estimators.store.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def _load_pyfunc(path: str) -> Any:
         sys.path.remove(code)
         sys.path.append(code)
     (stage,) = Path(path, "stages").iterdir()
-    return load_predictor_of(str(stage))
+    return load_predictor(str(stage))
 
 
 def _describe(predictor: Any, rows: Columns | None) -> tuple[Any, Any]:

@@ -116,54 +116,36 @@ class _Writer(MLWriter):
             raise StoreError(f"{path!r} exists. To replace it call write().overwrite().save(path).")
         if folder.is_file():
             folder.delete()
-        number = uuid.uuid4().hex
-        is_new = not folder.exists()
-        params = _PARAMS if is_new else f"{_PARAMS}-{number}"
-        # Spark writes metadata as a directory, which cannot be replaced atomically, but its file
-        # can.
-        staging = "" if is_new else f".{number}.partial"
+        old = _data_files(folder, _METADATA)
+        params = f"{_PARAMS}-{uuid.uuid4().hex}" if folder.exists() else _PARAMS
+        metadata = {
+            **content,
+            "timestamp": round(time.time() * 1000),
+            "sparkVersion": self.sparkSession.version,
+            "pickledParams": sorted(documents),
+            "paramsFolder": params,
+            "formatVersion": FORMAT_VERSION,
+        }
         try:
             for name, document in documents.items():
                 folder.write(f"{params}/{name}.pkl", document)
-            # Last, because a directory without metadata does not load: an incomplete save never
-            # loads.
-            metadata = {
-                **content,
-                "timestamp": round(time.time() * 1000),
-                "sparkVersion": self.sparkSession.version,
-                "pickledParams": sorted(documents),
-                "paramsFolder": params,
-                "formatVersion": FORMAT_VERSION,
-            }
-            target = f"{staging}/{_METADATA}" if staging else _METADATA
-            folder.write(f"{target}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
-            folder.write(f"{target}/_SUCCESS", b"")
         except BaseException:
-            # Existing files are unchanged, so only new files are deleted.
-            for name in (params, staging):
-                # If the storage is not available, the next save deletes them.
-                with contextlib.suppress(StoreError):
-                    if name:
-                        folder.delete(name)
+            # If the storage is not available, the next save deletes them.
+            with contextlib.suppress(StoreError):
+                folder.delete(params)
             raise
-        if staging:
-            _move_metadata(folder, f"{staging}/{_METADATA}")
+        if len(old) != 1:
+            # Spark ML's writers leave no such metadata, and it cannot be loaded.
+            folder.delete(_METADATA)
+        folder.write(f"{_METADATA}/_SUCCESS", b"")
+        # Last, because a directory without this file does not load: an incomplete save never loads.
+        file_name = old[0] if len(old) == 1 else "part-00000.txt"
+        folder.write(f"{_METADATA}/{file_name}", f"{json.dumps(metadata)}\n".encode())
         for name, file in extra.items():
             folder.write(name, file)
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)
-
-
-def _move_metadata(folder: Folder, source: str) -> None:
-    (new,) = _data_files(folder, source)
-    old = _data_files(folder, _METADATA)
-    if len(old) == 1:
-        folder.move_file(f"{source}/{new}", f"{_METADATA}/{old[0]}")
-        return
-    # Spark ML's writers leave no such metadata, and it cannot be loaded.
-    folder.delete(_METADATA)
-    folder.move_directory(source, _METADATA)
 
 
 def _data_files(folder: Folder, name: str) -> list[str]:

@@ -21,11 +21,13 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
-_HOMES = {
-    "KerasModel": "hvd_estimators.keras",
-    "LightningModel": "hvd_estimators.lightning",
-    "TorchModel": "hvd_estimators.torch",
+_PACKAGES = {
+    "hvd_estimators.keras.model.KerasModel": "hvd_estimators.keras",
+    "hvd_estimators.lightning.model.LightningModel": "hvd_estimators.lightning",
+    "hvd_estimators.torch.model.TorchModel": "hvd_estimators.torch",
 }
+"""Class of saved models to its package."""
+
 FORMAT_VERSION = 1
 """Version of the format of ``save``; incremented if this version could not read the new format."""
 
@@ -215,32 +217,23 @@ def class_of(requested: type, class_name: str, path: str) -> type:
     )
 
 
-def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
+def read_saved(path: str, storage_options: Mapping[str, Any] | None = None) -> Saved:
     """Return a saved model, or a saved pipeline.
 
     Parameters
     ----------
     path : str
         The folder.
-    class_name : str
-        The expected class of the model.
-    storage_options : mapping or None
+    storage_options : mapping, optional
         Passed to fsspec's filesystem.
 
     Raises
     ------
     ParamError
-        If the path holds something else, or no filesystem serves it.
+        If no filesystem serves the path.
     StoreError
         If the path holds no model, or the model cannot be read.
     """
-    saved = _open(path, storage_options)
-    if saved.class_name != _home(class_name) and not saved.is_pipeline:
-        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
-    return saved
-
-
-def _open(path: str, storage_options: Mapping[str, Any] | None) -> Saved:
     require_path("path", path)
     if not path:
         raise ParamError("path: expected the folder of a saved model, found none.")
@@ -295,34 +288,12 @@ def _check_types(metadata: Mapping[str, Any]) -> None:
             raise ValueError(f"expected names, found {names!r:.100}")
 
 
-def _home(class_name: str) -> str:
-    return f"{_HOMES[class_name]}.model.{class_name}"
-
-
 def package_of(class_name: str) -> str | None:
-    """Return the package whose ``load_predictor`` reads a class of models; None if there is none.
+    """Return the package whose ``predictor`` loads a class of models; None if there is none.
 
     Parameters
     ----------
     class_name : str
         The class, with its module.
     """
-    packages = {_home(name): package for name, package in _HOMES.items()}
-    return packages.get(class_name)
-
-
-def load_predictor_of(path: str) -> Any:
-    """Return the predictor of a saved model of any framework, with its ``load_predictor``."""
-    saved = _open(path, None)
-    if saved.package is None:
-        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
-    return importlib.import_module(saved.package).load_predictor(path)
-
-
-def _remedy(saved: Saved) -> str:
-    if saved.package is not None:
-        return f"Call {saved.package}.load_predictor."
-    return (
-        "load_predictor() reads KerasModel, LightningModel and TorchModel, and pipelines with "
-        "them. It does not run the methods of subclasses. Load their models with Spark."
-    )
+    return _PACKAGES.get(class_name)

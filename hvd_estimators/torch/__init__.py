@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.inference.standalone import load_predictor
     from hvd_estimators.torch.callbacks import EarlyStopping
     from hvd_estimators.torch.estimator import TorchEstimator
     from hvd_estimators.torch.model import TorchModel
-    from hvd_estimators.torch.predictor import load_predictor
 
 __all__ = ["EarlyStopping", "TorchEstimator", "TorchModel", "load_predictor"]
 
@@ -23,6 +23,6 @@ __getattr__, __dir__ = lazy_names(
         "EarlyStopping": "hvd_estimators.torch.callbacks",
         "TorchEstimator": "hvd_estimators.torch.estimator",
         "TorchModel": "hvd_estimators.torch.model",
-        "load_predictor": "hvd_estimators.torch.predictor",
+        "load_predictor": "hvd_estimators.inference.standalone",
     },
 )

@@ -17,7 +17,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
-from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.loading.collate import Collate, CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.collate import make_collate
@@ -290,12 +289,10 @@ def saved_collate(saved: Saved) -> Collate | None:
     return make_collate(saved.get, InputColumns.of(saved.get("feature_columns")))
 
 
-def _load(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequence[str]]:
+def load_saved(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequence[str]]:
+    """Return the predictor of a saved model, and its features that may be text."""
     precision = saved.get("inference_precision") or "float32"
     spec = transform_spec(saved.get)
     predictor = TorchPredictor(saved.file("model"), spec, precision, resources)
     predictor.collate = saved_collate(saved)
     return predictor, ()
-
-
-load_predictor = predictor_loader("TorchModel", _load)

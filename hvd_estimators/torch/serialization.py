@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.documents import to_python
-from hvd_estimators._util.temp_files import LazyFile, LocalFile
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -264,13 +264,13 @@ def module_file(module: Any, shared: Iterable[Any] = ()) -> LocalFile:
 def module_payload(module: torch.nn.Module, *others: Any) -> bytes | LocalFile:
     """Return the `dump_module` result of a module, or of a tuple of it and other objects.
 
-    For a large module, the result is a file that is written when it is read.
+    For a large module, the result is a file.
     """
     content = (module, *others) if others else module
     tensors = (*module.parameters(), *module.buffers())
     if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
         return dump_module(content)
-    return LazyFile(functools.partial(_write, content))
+    return module_file(content)
 
 
 def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any:

@@ -51,7 +51,7 @@ def make_patched_source(folder, recipe):
     make_source(folder)
     for patch in PYTHON_PATCHES:
         assert patch_ng.fromfile(str(patch)).apply(strip=1, root=str(folder))
-    write_build_files(folder, recipe.record("g++"))
+    write_build_files(folder, recipe.record())
     return folder
 
 

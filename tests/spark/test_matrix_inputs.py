@@ -188,13 +188,9 @@ def test_a_pipeline_trains_predicts_and_is_saved(
 
     predictor = hvd_torch.load_predictor(str(tmp_path / "model"))
     assert predictor.feature_columns == (*NUMBERS, "image")
-    numbers, images = inputs_of(rows)
     records = rows.to_dict("records")
-    for given in (rows, [numbers, images], [numbers.tolist(), images]):
-        np.testing.assert_allclose(predictor(given)["y__output"], expected, rtol=1e-4)
+    np.testing.assert_allclose(predictor(rows)["y__output"], expected, rtol=1e-4)
     assert [r["y__output"] for r in predictor(records)] == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(ParamError, match=r"expected an array of shape \(rows, 5\) for 'features'"):
-        predictor([numbers[:, :4], images])
     with pytest.raises(ColumnError, match="There is no column 'weight'"):
         predictor(rows.drop(columns="weight"))
 
@@ -277,9 +273,7 @@ def test_keras_pairs_the_matrix_with_an_input(
     np.testing.assert_allclose(found, predicted(rows), rtol=1e-4)
     model.save(str(tmp_path / "model"))
     predictor = hvd_keras.load_predictor(str(tmp_path / "model"))
-    np.testing.assert_allclose(
-        predictor([*inputs_of(rows)])["label__output"], predicted(rows), rtol=1e-4
-    )
+    np.testing.assert_allclose(predictor(rows)["label__output"], predicted(rows), rtol=1e-4)
 
 
 def test_errors_name_the_column_and_suggest_a_list(frame: Any, store: Any) -> None:

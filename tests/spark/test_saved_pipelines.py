@@ -270,7 +270,7 @@ def test_rows_that_stages_skip(spark: Any, tmp_path: Path) -> None:
     by_pandas = predictor.predict(table.to_pandas().set_index("id", drop=False))
     assert by_pandas.index.tolist() == [0, 8]
     assert predictor.predict(table.slice(1, 3)).num_rows == 0
-    one_by_one = [predictor.predict(row) for row in table.to_pylist()]
+    one_by_one = [predictor.predict([row]) for row in table.to_pylist()]
     assert [number for number, row in enumerate(one_by_one) if row] == [0, 8]
     # NumPy arrays have no nulls.
     arrays = {name: np.array(table[name].to_pylist()[:1] * 3) for name in table.column_names}

@@ -228,7 +228,7 @@ def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None
     frames = [model.transform(spark.range(3)) for _ in range(3)]
     frames.append(model.copy({"outputCols": ["other"]}).transform(spark.range(4)))
     assert new_files() == 1
-    number = model._shared._last["model"][1]._jbroadcast.id()
+    number = model._shared._last["model"][1].parts[0]._jbroadcast.id()
     assert is_in_memory(number)
 
     # Plans need the file after the model is deleted, and so do derived plans.

@@ -30,7 +30,6 @@ WITH_FALLBACKS = {
     "_util/lazy_imports.py": "triton, which it is for, needs Linux, too",
     "_util/process_identity.py": "psutil and sysctl take the place of /proc",
     "_util/system.py": "each function has its fallback",
-    "commands/cluster_probe.py": "without /proc the name alone identifies a host",
     "launch/rank/guardian.py": "forks of one thread, where forks are safe",
     "launch/warm/client.py": "has_warm_start_calls switches it off",
     "launch/warm/server.py": "has_warm_start_calls switches it off",

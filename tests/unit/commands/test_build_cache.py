@@ -44,25 +44,6 @@ class TestBuildHorovod:
         assert len(builds) == 1
         assert first.parent.name == detect_recipe().key
 
-    def test_wheel_dir_receives_the_wheel_under_its_original_name(self, builds, tmp_path):
-        cached = build_horovod(cache_dir=tmp_path, install=False)
-
-        for _ in range(2):
-            wheel = build_horovod(
-                cache_dir=tmp_path, wheel_dir=tmp_path / "new" / "wheels", install=False
-            )
-
-        assert len(builds) == 1
-        assert wheel == tmp_path / "new" / "wheels" / cached.name
-        assert wheel.read_bytes() == cached.read_bytes()
-        assert [path.name for path in wheel.parent.iterdir()] == [cached.name]
-
-    def test_an_unwritable_wheel_dir_is_named(self, builds, tmp_path):
-        (tmp_path / "file").touch()
-
-        with pytest.raises(BuildError, match=r"--wheel-dir DIR"):
-            build_horovod(cache_dir=tmp_path, wheel_dir=tmp_path / "file", install=False)
-
     def test_force_builds_again(self, builds, tmp_path):
         build_horovod(cache_dir=tmp_path, install=False)
         wheel = build_horovod(cache_dir=tmp_path, install=False, force=True)

@@ -226,23 +226,13 @@ def test_a_machine_without_frameworks_is_a_problem():
     assert "hvd_estimators>[torch]" in row(facts, "Frameworks").remedy
 
 
-def test_a_failing_import_of_petastorm_is_reported_with_pyarrows_version():
-    facts = replace(
-        with_version(HEALTHY, "pyarrow", "26.0.1"),
-        import_errors={"petastorm": "ModuleNotFoundError: No module named 'pyarrow.filesystem'"},
-    )
+@pytest.mark.parametrize("component", ["torch", "Petastorm"])
+def test_a_package_that_cannot_be_imported_is_a_problem(component):
+    error = "OSError: libtorch.so: no such file"
+    facts = replace(HEALTHY, import_errors={component.lower(): error})
 
-    found = row(facts, "Petastorm")
-    assert found.status is Status.PROBLEM
-    assert "PyArrow 26.0.1" in found.found
-    assert "pyarrow.filesystem" in found.found
-
-
-def test_a_framework_that_cannot_be_imported_is_a_problem():
-    facts = replace(HEALTHY, import_errors={"torch": "OSError: libtorch.so: no such file"})
-
-    assert "libtorch.so" in row(facts, "torch").found
-    assert problems(facts) == {"torch"}
+    assert error in row(facts, component).found
+    assert problems(facts) == {component}
 
 
 @pytest.mark.parametrize(

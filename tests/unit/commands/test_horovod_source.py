@@ -129,7 +129,7 @@ class TestRecord:
         monkeypatch.setattr(horovod_build, "installed_version", lambda *names: versions[names[0]])
         monkeypatch.setattr(horovod_build, "cuda_of", lambda framework: None)
 
-        assert installed_record() == TORCH_ONLY.record("g++")
+        assert installed_record() == TORCH_ONLY.record()
         assert describe_build(installed_record()) == "torch 2.13.0+cpu, CPU"
         assert horovod_problem("torch") is None
         assert horovod_problem("tensorflow") == "this Horovod was built without TensorFlow"
@@ -150,7 +150,7 @@ class TestRecord:
         assert horovod_problem("torch") == "Horovod is not installed"
 
     def test_different_builds_on_ranks_are_an_error_that_describes_them(self):
-        builds = [f"{describe_build(recipe.record('g++'))} (1a)" for recipe in (RECIPE, TORCH_ONLY)]
+        builds = [f"{describe_build(recipe.record())} (1a)" for recipe in (RECIPE, TORCH_ONLY)]
 
         expected = r"torch 2\.13\.0\+cpu and TensorFlow 2\.21\.0, CPU \(1a\) on a; torch .* on b"
         with pytest.raises(DependencyError, match=expected):
@@ -292,7 +292,7 @@ def test_pip_selects_the_wheel_that_matches_the_frameworks(tmp_path):
     recipes = [replace(TORCH_ONLY, torch=torch) for torch in ("2.12.0", "2.13.0+cpu")]
     for recipe in recipes:
         make_package(index, "torch", recipe.torch)
-        record = recipe.record("g++")
+        record = recipe.record()
         requires = "".join(f"Requires-Dist: {text}\n" for text in record["requires"])
         make_package(
             index, "horovod", recipe.version, {BUILD_FILE: record_module(record)}, requires

@@ -14,7 +14,6 @@ from hvd_estimators.commands.toolchain import (
     detect_recipe,
     find_cuda_toolkit,
     find_nccl,
-    nccl_version,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
 from hvd_estimators.launch import horovod_build
@@ -138,22 +137,16 @@ class TestDetection:
         notes.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.28.9\n")
         folder = tmp_path / "nvidia" / "nccl"
         (folder / "include").mkdir(parents=True)
-        header = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
-        (folder / "include" / "nccl.h").write_text(header)
+        (folder / "include" / "nccl.h").touch()
         assert find_nccl("13.0") is None
 
         (folder / "lib").mkdir()
         (folder / "lib" / toolchain.NCCL_LIBRARY).touch()
         assert find_nccl("13.0") == folder
         assert find_nccl("12.6") is None
-        assert nccl_version("13.0") == "2.28.9"
 
-        other = tmp_path / "other" / "include" / "nccl.h"
-        other.parent.mkdir(parents=True)
-        other.write_text(header.replace("28", "27"))
-        monkeypatch.setenv("HOROVOD_NCCL_HOME", str(other.parents[1]))
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "other"))
         assert find_nccl("13.0") is None
-        assert nccl_version("13.0") == "2.27.9"
 
     @pytest.mark.parametrize(
         ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]

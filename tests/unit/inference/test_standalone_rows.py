@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType
 from hvd_estimators.inference.standalone_rows import read_table
@@ -28,7 +27,6 @@ A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
     [
         {"a": A, "b": B, "else": ["x", "y", "z"]},
         {"b": B.tolist(), "a": A.tolist()},
-        [A, B],
         pd.DataFrame({"a": A, "b": list(B)}),
         pd.DataFrame({"a": A, "b": B.tolist()}),
         pa.table({"a": A, "b": list(B)}),
@@ -39,25 +37,19 @@ A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
     ],
 )
 def test_all_containers_give_the_same_arrays(rows: Any) -> None:
-    found = read_table(rows, InputColumns.of(["a", "b"]), ["not there"], ())
+    found = read_table(rows, ["a", "b"], ["not there"], ())
 
     assert (found.count, found.valid, list(found.columns)) == (3, None, ["a", "b"])
     np.testing.assert_array_equal(found.columns["a"], A)
     np.testing.assert_array_equal(found.columns["b"], B)
 
 
-def test_numbers_without_names_are_the_features_in_order() -> None:
-    by_column = read_table(B, InputColumns.of(["a", "b"]), [], ()).columns
-    np.testing.assert_array_equal(np.column_stack([by_column["a"], by_column["b"]]), B)
-    for given in (B, [B], B.tolist(), pd.Series(list(B)), pa.array(list(B))):
-        np.testing.assert_array_equal(
-            read_table(given, InputColumns.of(["x"]), [], ()).columns["x"], B
-        )
-    images = [np.full((2, 2), i) for i in range(3)]
-    assert read_table({"x": pd.Series(images)}, InputColumns.of(["x"]), [], ()).columns[
-        "x"
-    ].shape == (3, 2, 2)
-    texts = read_table(["a", "bc"], InputColumns.of(["x"]), [], {"x"}).columns["x"]
+def test_columns_hold_arrays_and_text() -> None:
+    for given in (B, B.tolist(), pd.Series(list(B)), pa.array(list(B))):
+        np.testing.assert_array_equal(read_table({"x": given}, ["x"], [], ()).columns["x"], B)
+    images = pd.Series([np.full((2, 2), i) for i in range(3)])
+    assert read_table({"x": images}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
+    texts = read_table({"x": ["a", "bc"]}, ["x"], [], {"x"}).columns["x"]
     assert (texts.dtype, texts.tolist()) == (object, ["a", "bc"])
 
 
@@ -72,11 +64,11 @@ def test_numbers_without_names_are_the_features_in_order() -> None:
 )
 def test_nulls_are_distinguished_from_nan(column: Any) -> None:
     frame = {"a": column, "b": np.array([NAN, 0, 2])}
-    found = read_table(frame, InputColumns.of(["a", "b"]), [], ())
+    found = read_table(frame, ["a", "b"], [], ())
 
     assert found.count == 2
     with pytest.raises(DataError, match="'a' holds nulls"):
-        read_table(frame, InputColumns.of(["a", "b"]), [], (), keeps_nulls=False)
+        read_table(frame, ["a", "b"], [], (), keeps_nulls=False)
     assert found.columns["a"].tolist() == [1, 3]
     np.testing.assert_array_equal(found.columns["b"], [NAN, 2])
     predicted = {"p": (np.array([[NAN], [7.0]]), (1,), DOUBLE), "v": (np.eye(2), (2,), FLOATS)}
@@ -107,12 +99,12 @@ def test_a_row_with_a_null_inner_array_is_a_row_with_a_null(form: str) -> None:
         "arrays": {"a": [arrays(value) for value in NESTED]},
         "arrow": pa.table({"a": NESTED}),
     }[form]
-    found = read_table(rows, InputColumns.of(["a"]), [], ())
+    found = read_table(rows, ["a"], [], ())
     assert found.columns["a"].tolist() == [NESTED[0], NESTED[2]]
     assert found.valid is not None
     assert found.valid.tolist() == [True, False, True, False, False]
     with pytest.raises(DataError, match="'a' holds nulls"):
-        read_table(rows, InputColumns.of(["a"]), [], (), keeps_nulls=False)
+        read_table(rows, ["a"], [], (), keeps_nulls=False)
 
 
 def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
@@ -122,7 +114,7 @@ def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
         "i": (np.array([2.7, -2e9]), (), OutputType("int")),
         "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), OutputType("float", 2)),
     }
-    made = read_table(table, InputColumns.of(["a"]), [], ()).result(predicted, keeps=True)
+    made = read_table(table, ["a"], [], ()).result(predicted, keeps=True)
     assert made.column("p").null_count == 1
     assert np.isnan(made.column("p")[0].as_py())
     assert made.column("i").to_pylist() == [2, None, -2_000_000_000]
@@ -131,20 +123,18 @@ def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
     assert made.schema.field("m").type.value_type.value_type == pa.float32()
 
     frame = table.to_pandas().astype("Int64").set_axis([5, 6, 7])
-    assert read_table(frame, InputColumns.of(["a"]), [], ()).result(
-        predicted, keeps=True
-    ).index.tolist() == [
+    assert read_table(frame, ["a"], [], ()).result(predicted, keeps=True).index.tolist() == [
         5,
         6,
         7,
     ]
-    skipped = read_table(frame, InputColumns.of(["a"]), [], ()).result(predicted, keeps=False)
+    skipped = read_table(frame, ["a"], [], ()).result(predicted, keeps=False)
     assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -2_000_000_000])
 
     too_large = {"i": (np.array([2.7, -3e10]), (), OutputType("int"))}
     for rows in (table, frame):
         with pytest.raises(PredictionError, match=r"i is -30000000000.0, which type int cannot"):
-            read_table(rows, InputColumns.of(["a"]), [], ()).result(too_large, keeps=True)
+            read_table(rows, ["a"], [], ()).result(too_large, keeps=True)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +146,14 @@ def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
         ({"a": A, "b": np.array(["2020-01-01"] * 3, "M8[D]")}, ColumnError, "'b' holds datetime64"),
         ({"a": A, "b": [object()] * 3}, ColumnError, "'b' holds values that cannot be inputs"),
         ({"a": A, "b": [[1], [1, 2], [3]]}, DataError, "'b' is ragged"),
-        ([1.0, A], ParamError, "'a' is 1.0; expected an array, rows first. For single rows"),
-        (A, ParamError, r"found an array of shape \(3,\)"),
-        ([A, A, A], ParamError, "found 3 arrays"),
-        (None, ParamError, "2 features a, b: .* found NoneType"),
+        (A, ParamError, "columns a, b by name: .* found ndarray"),
+        ([A, A, A], ParamError, "columns a, b by name: .* found list"),
+        (None, ParamError, "columns a, b by name: .* found NoneType"),
     ],
 )
 def test_invalid_inputs_are_reported(rows: Any, error: type, told: str) -> None:
     with pytest.raises(error, match=told):
-        read_table(rows, InputColumns.of(["a", "b"]), [], ())
+        read_table(rows, ["a", "b"], [], ())
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -184,10 +173,9 @@ def test_single_rows_give_single_results(single: bool) -> None:
         {"a": 5.0, "b": [2.0, 3.0], "else": "x"},
         {"a": 5, "b": Vector()},
         Row((np.float32(5), [2.0, 3.0])),
-        pd.Series({"a": 5.0, "b": B[1]}),
     ):
         rows = form if single else [form, {"b": (4.0, 5.0), "a": 6.0}]
-        found = read_table(rows, InputColumns.of(["a", "b"]), [], ())
+        found = read_table(rows, ["a", "b"], [], ())
         assert found.columns["a"].tolist() == [5, 6][: found.count]
         np.testing.assert_array_equal(found.columns["b"], B[1:][: found.count])
         answer = found.to_result(
@@ -199,34 +187,28 @@ def test_single_rows_give_single_results(single: bool) -> None:
         np.testing.assert_array_equal([row["q"] for row in answers], made["q"][: found.count])
 
 
-def test_a_dict_is_one_row_if_its_values_have_the_dimensions_of_a_row() -> None:
-    for value, dimensions, count in (
-        (B, 1, 3),
-        (B[0], 1, 1),
-        (B[0].tolist(), 1, 1),
-        (B[0], 0, 2),
-        (B, 2, 1),
-        (pa.array(B[0]), 1, 2),
-    ):
-        assert (
-            read_table({"b": value}, InputColumns.of(["b"]), [], (), {"b": dimensions}).count
-            == count
-        )
-    # Without training metadata, values are columns.
-    assert read_table({"b": B[0]}, InputColumns.of(["b"]), [], ()).count == 2
+def test_a_dict_is_one_row_if_it_holds_the_value_of_a_row() -> None:
+    for value in (1.0, np.float32(1), decimal.Decimal(1), "a", b"a", bytearray(b"a")):
+        row = {"a": value, "b": [1.0, 2.0]}
+        assert read_table(row, ["a", "b"], [], ["a"]).count == 1
+    for columns in ({"a": B[0]}, {"a": B}, {"a": pa.array(B[0])}, {"a": ["x", "y"]}):
+        found = read_table(columns, ["a"], [], ["a"])
+        assert found.count == len(columns["a"])
+    # One of several rows, and a missing value beside another.
+    assert read_table({"a": None, "b": 1.0}, ["a", "b"], [], ()).valid.tolist() == [False]
 
 
 def test_nulls_and_missing_values_in_single_rows() -> None:
     rows = [{"a": 1.0, "b": "x"}, {"a": None, "b": "y"}, {"a": 3.0, "b": "z"}]
-    found = read_table(rows, InputColumns.of(["a", "b"]), [], ["b"])
+    found = read_table(rows, ["a", "b"], [], ["b"])
     assert found.columns["a"].tolist() == [1, 3]
     assert found.columns["b"].tolist() == ["x", "z"]
     assert found.valid is not None
     assert found.valid.tolist() == [True, False, True]
     with pytest.raises(DataError, match="'a' holds nulls"):
-        read_table(rows, InputColumns.of(["a", "b"]), [], ["b"], keeps_nulls=False)
+        read_table(rows, ["a", "b"], [], ["b"], keeps_nulls=False)
     with pytest.raises(ColumnError, match="no 'b' in row 1; the model takes a, b, and there are a"):
-        read_table([{"a": 1.0, "b": 2.0}, {"a": 1.0}], InputColumns.of(["a", "b"]), [], ())
+        read_table([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
 
 
 @pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
@@ -251,7 +233,7 @@ def test_decimals_become_the_nearest_doubles(form: str, precision: int, scale: i
             dict(zip("abc", row, strict=True)) for row in zip(*columns.values(), strict=True)
         ],
     }
-    found = read_table(forms[form], InputColumns.of(["a", "b", "c"]), [], ()).columns
+    found = read_table(forms[form], ["a", "b", "c"], [], ()).columns
     np.testing.assert_array_equal(found["a"], [float(number) for number in numbers[:500]])
     expected = np.array([[float(number) for number in pair] for pair in pairs])
     np.testing.assert_array_equal(found["b"], expected)
@@ -263,7 +245,7 @@ def test_arrow_columns_of_any_layout_are_accepted(form: str) -> None:
     expected: Any = [[1.0, 2.0], [3.0, 4.0]]
     if form == "dictionary":
         column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 2, 1]), pa.array([5.0, 6.0, None]))
-        found = read_table({"a": column}, InputColumns.of(["a"]), [], ())
+        found = read_table({"a": column}, ["a"], [], ())
         assert found.valid is not None
         assert found.valid.tolist() == [True, True, False, True]
         assert found.columns["a"].tolist() == [6.0, 5.0, 6.0]
@@ -277,23 +259,5 @@ def test_arrow_columns_of_any_layout_are_accepted(form: str) -> None:
     else:
         items = pa.array([1.0, 2, 3, 4]).dictionary_encode()
         column = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), items)
-    found = read_table({"a": column}, InputColumns.of(["a"]), [], ())
+    found = read_table({"a": column}, ["a"], [], ())
     assert found.columns["a"].tolist() == expected
-
-
-def test_matrices_are_given_as_arrays_or_by_column() -> None:
-    matrix, numbers = np.arange(6.0).reshape(2, 3), np.array([7.0, 8.0])
-    one, two = InputColumns.of([["a", "b", "c"]]), InputColumns.of([["a", "b", "c"], "d"])
-    for given in (matrix, [matrix], matrix.tolist(), dict(zip("abc", matrix.T, strict=True))):
-        columns = read_table(given, one, [], ()).columns
-        np.testing.assert_array_equal(one.stack(columns)["features"], matrix)
-    np.testing.assert_array_equal(
-        one.stack(read_table([matrix[0]], one, [], ()).columns)["features"], matrix[:1]
-    )
-    for given in ([matrix, numbers], (matrix.tolist(), numbers), np.c_[matrix, numbers]):
-        columns = two.stack(read_table(given, two, [], ()).columns)
-        np.testing.assert_array_equal(columns["features"], matrix)
-        np.testing.assert_array_equal(columns["d"], numbers)
-    for wrong in (matrix[:, :2], [[1.0, 2.0, 3.0], [1.0]], numbers):
-        with pytest.raises(ParamError, match=r"expected an array of shape \(rows, 3\)"):
-            read_table([wrong, numbers], two, [], ())

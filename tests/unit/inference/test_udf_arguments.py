@@ -56,12 +56,12 @@ def test_decimals_become_floats_even_in_nested_arrays() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["text"], "'a' holds text"),
-        ([["text"]], "'a' holds values of type list"),
-        ([b"bytes"], "'a' holds bytes"),
-        ([datetime.date(2020, 1, 1)], "'a' holds dates or times"),
-        ([datetime.datetime(2020, 1, 1)], "'a' holds dates or times"),
-        ([{"x": 1, "y": 2}], "'a' is a struct of x, y"),
+        (["text"], "'a' has type string"),
+        ([["text"]], "'a' has type list"),
+        ([b"bytes"], "'a' has type binary"),
+        ([datetime.date(2020, 1, 1)], "'a' has type date32"),
+        ([datetime.datetime(2020, 1, 1)], "'a' has type timestamp"),
+        ([{"x": 1, "y": 2}], "'a' has type struct<x: int64, y: int64>"),
     ],
 )
 def test_other_types_are_rejected(given: Any, message: str) -> None:

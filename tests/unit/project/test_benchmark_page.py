@@ -111,7 +111,7 @@ def test_failed_parts_are_named_and_the_others_continue(
         "fit": f"print('a table'); print(); print({document('fit')!r}); print()",
         "loader": "print('no result')",
         "launch": f"print({document('launch')!r})",
-        "keras": f"print({document('keras')!r})",
+        "files": f"print({document('files')!r})",
     }
     output = tmp_path / "figures"
     results.save(output / "results.json", {"prepare": results.parse(document("prepare"))})
@@ -127,10 +127,10 @@ def test_failed_parts_are_named_and_the_others_continue(
     assert said.err.strip().splitlines()[-1] == "failed: prepare, loader"
     assert "a table" in said.out
     # Failed parts keep their earlier results.
-    assert [*results.load(output / "results.json")] == ["prepare", "fit", "keras", "launch"]
+    assert [*results.load(output / "results.json")] == ["prepare", "fit", "files", "launch"]
     shown = (output / page.PAGE).read_text()
     # Quoted parts are on the page, and some of them have plots.
-    assert [f"``{part}``" in shown for part in ("fit", "launch", "keras")] == [True, True, False]
+    assert [f"``{part}``" in shown for part in ("fit", "launch", "files")] == [True, True, False]
     assert [*output.glob("*.svg")] == [output / "fit.svg", output / "prepare.svg"]
 
 

@@ -139,7 +139,7 @@ def test_copied_code_does_not_replace_an_installed_package(
 ) -> None:
     stage = tmp_path / "data" / "sparkml" / "stages" / "0_TorchModel_1"
     stage.mkdir(parents=True)
-    monkeypatch.setattr(mlflow_flavor, "load_predictor_of", lambda path: path)
+    monkeypatch.setattr(mlflow_flavor, "load_predictor", lambda path: path)
     code = str(tmp_path / "code")
     monkeypatch.setattr(sys, "path", [code, "elsewhere"])
     assert mlflow_flavor._load_pyfunc(str(tmp_path / "data" / "sparkml")) == str(stage)

@@ -22,7 +22,8 @@ from json_values import (
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.saving.saved import load_predictor_of, read_saved
+from hvd_estimators.inference.standalone import load_predictor
+from hvd_estimators.saving.saved import read_saved
 
 METADATA = {
     "class": "hvd_estimators.torch.model.TorchModel",
@@ -54,12 +55,12 @@ def test_damaged_metadata_of_a_saved_model_is_an_error_that_names_the_folder(
 
     def check(content: bytes) -> None:
         file.write_bytes(content)
-        saved = typed_outcome(lambda: read_saved(path, "TorchModel", None), path)
+        saved = typed_outcome(lambda: read_saved(path), path)
         for name in ("feature_cols", "model") if saved else ():
             typed_outcome(partial(saved.get, name), path)
         if saved_class(content) != METADATA["class"]:
             with pytest.raises((StoreError, ParamError), match=path):
-                load_predictor_of(path)
+                load_predictor(path)
 
     file = folder / "part-00000"
     fuzz(check, plain, effort)
@@ -79,4 +80,4 @@ def saved_class(content: bytes) -> object:
 def test_a_saved_model_without_metadata_is_an_error(tmp_path: Path) -> None:
     Store.create(str(tmp_path)).write_text(f"{tmp_path}/model/metadata/_SUCCESS", "")
     with pytest.raises(StoreError, match="no saved model"):
-        read_saved(f"{tmp_path}/model", "TorchModel", None)
+        read_saved(f"{tmp_path}/model")
