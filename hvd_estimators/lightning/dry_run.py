@@ -24,7 +24,7 @@ from hvd_estimators.torch.dry_run import (
     torch_traceless,
 )
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import as_stated
+from hvd_estimators.torch.loss_weights import as_stated
 from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.row_weights import reduction_of

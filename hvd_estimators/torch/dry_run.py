@@ -407,7 +407,7 @@ def check_own_step(
         with torch_traceless(), torch.enable_grad():
             set_optimizer_mode(optimizer, training=True)
             weights = StepWeights()
-            weights.start(batch.rows, passes=passes_per_step)
+            weights.start(batch.rows, batch.rows, passes_per_step)
             evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
     except Exception as error:
         if leave_to_ranks(error):

@@ -1,72 +1,17 @@
-"""Weights in training: of batches in a step over all ranks, and of classes.
+"""How a loss reduces rows, and class weights.
 
 Imports no PySpark.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from hvd_estimators.data.arrays import Array, num_rows
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ShapeError
-from hvd_estimators.loading.collate import CollatedBatch
-
-
-class WeightedBatches:
-    """Training batches, each with the factor by which its rank's gradient is weighted.
-
-    The number of rows determines a batch's weight, even if there are sample weights: a loss is
-    ``sum(weight * loss) / rows``. Take the mean over ranks of ``factor * gradient(loss of the
-    batch)``, sum it over the batches of a step, and divide by their number. The result is the
-    gradient of the loss over all rows of the step. The factor is 1 if all batches have the same
-    number of rows.
-
-    Parameters
-    ----------
-    batches : iterator of mapping or CollatedBatch
-        The rank's batches, in the form of any framework: column name to rows.
-    global_sizes : iterator of int, or None
-        Rows of each batch over all ranks, see `DataModule.global_train_sizes`.
-    size : int
-        Number of ranks.
-    passes_per_step : int
-        Batches per optimizer step.
-    sum_over_ranks : callable
-        Sums one number per rank, exactly in 64 bits. All ranks call it in the same steps, and only
-        if a user's data module does not provide ``global_sizes``.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Mapping[str, Any] | CollatedBatch],
-        global_sizes: Iterator[int] | None,
-        size: int,
-        passes_per_step: int,
-        sum_over_ranks: Callable[[float], float],
-    ) -> None:
-        self._batches = batches
-        self._sizes = global_sizes
-        self._size = size
-        self._passes = passes_per_step
-        self._sum_over_ranks = sum_over_ranks
-
-    def next_window(self, count: int) -> list[tuple[Any, float]]:
-        """Return the batches of the next optimizer step, each with its factor."""
-        window = list(itertools.islice(self._batches, count))
-        rows = [
-            batch.rows if isinstance(batch, CollatedBatch) else num_rows(batch) for batch in window
-        ]
-        if self._sizes is not None:
-            total = float(sum(itertools.islice(self._sizes, count)))
-        else:
-            total = self._sum_over_ranks(float(sum(rows)))
-        share = self._size * self._passes / total if total else 0.0
-        return [(columns, n * share) for columns, n in zip(window, rows, strict=True)]
 
 
 def reduction_of(

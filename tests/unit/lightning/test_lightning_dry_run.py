@@ -248,25 +248,26 @@ def test_unknown_and_fixed_arguments_are_rejected() -> None:
 
 
 class Batches:
-    """Windows of batches of 4, 1 and 2 rows, and one without rows, with given factors."""
+    """Windows of batches of 4, 1 and 2 rows, and one without rows, of which another rank has 3."""
 
     def __init__(self) -> None:
         self.rows = iter([4, 1, 2, 0, 0])
 
-    def next_window(self, count: int) -> list[Any]:
+    def next_step(self, count: int) -> tuple[list[Any], float]:
         sizes = [next(self.rows) for _ in range(count)]
-        return [({"x": torch.arange(size)}, size / 10) for size in sizes]
+        return [{"x": torch.arange(size)} for size in sizes], float(sum(sizes) + 3)
 
 
-def test_batches_have_their_form_and_their_factor_in_the_window() -> None:
+def test_batches_have_their_form_and_the_rows_of_their_step() -> None:
     batches: Any = Batches()
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
     )
-    taken = [(batch["x"], loader.rows, loader.factor) for batch in loader]
-    assert [(*x.shape, rows, factor) for x, rows, factor in taken] == [
-        *((4, 1, 4, 0.8), (1, 1, 1, 0.2), (2, 1, 2, 0.4))
+    taken = [(batch["x"], loader.rows, loader.step_rows) for batch in loader]
+    assert [(*x.shape, rows, of_step) for x, rows, of_step in taken] == [
+        *((4, 1, 4, 8), (1, 1, 1, 8), (2, 1, 2, 5))
     ]
+    assert loader.passes == 2
     assert all(x.dtype == torch.float64 for x, _, _ in taken)
     with pytest.raises(DataError, match="data_module: a batch has no rows"):
         next(iter(loader))
