@@ -16,7 +16,6 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
 from hvd_estimators.lightning.callbacks import agree_on_stopping
-from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
@@ -410,8 +409,6 @@ class WeightedStrategy(HorovodStrategy):
         Provide the weights of their batches; without a loader, all batches weigh the same.
     shards : ShardStates
         The canonical shards, of which the rank runs one or several.
-    batch_hint : str
-        A hint for the error of a step that unpacks the batch as a tuple.
     buffers : BufferReducer
         Reduces the module's buffers.
     by_batch : bool
@@ -428,7 +425,6 @@ class WeightedStrategy(HorovodStrategy):
         validation: ValidationLoader | None = None,
         *,
         shards: ShardStates,
-        batch_hint: str = "",
         buffers: BufferReducer,
         by_batch: bool = False,
         batches_between_stops: int = 1,
@@ -442,7 +438,6 @@ class WeightedStrategy(HorovodStrategy):
         self._batches_between_stops = batches_between_stops
         self._step_args: tuple[Any, ...] = ()
         self._contributions: list[Any] = []
-        self._batch_hint = batch_hint
         self._shards = shards
         self._buffers = buffers
         self._train = train
@@ -636,10 +631,6 @@ class WeightedStrategy(HorovodStrategy):
         self._communicates = loader is None or loader.is_shared
         try:
             yield
-        except Exception as error:
-            if self._batch_hint and takes_tuple(error):
-                error.add_note(self._batch_hint)
-            raise
         finally:
             self._communicates = True
 

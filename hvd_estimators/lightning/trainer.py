@@ -121,7 +121,6 @@ class _Trainer:
             scale_learning_rate=spec.scale_learning_rate,
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
-            batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
             buffers=self.buffers,
             by_batch=spec.weighs_by_batch,
             batches_between_stops=self._batches_between_stops,

@@ -156,7 +156,6 @@ class TorchFramework(Framework):
                     settings.named_metrics(),
                 ),
                 validates=settings.validation is not None,
-                declares_state=settings.stateful is not None,
             )
 
         def call(rows: int) -> Callable[[Any], Any]:

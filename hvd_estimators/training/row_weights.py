@@ -5,13 +5,25 @@ Imports no PySpark.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ShapeError
+
+logger = logging.getLogger(__name__)
+
+NO_MEAN = (
+    "%s of a few rows is not the mean of the losses of both halves. Several ranks then do not "
+    "train as one process. Return {'loss': ..., 'denominator': ...} if it is a mean over "
+    "something else than rows, such as class weights. If it compares rows with each other, see "
+    "'Contrastive losses over the rows of all ranks' in the page on torch."
+)
+"""Warning about a loss of torch or Lightning, which its name begins."""
 
 
 def reduction_of(
@@ -43,6 +55,44 @@ def reduction_of(
         if math.isclose(whole, value, rel_tol=tolerance, abs_tol=1e-6):
             return reduction
     return None
+
+
+def compare_halves(losses_of: Callable[[slice], Sequence[float | None]], rows: int) -> list[str]:
+    """Compare each loss of some rows with its losses of both halves.
+
+    Parameters
+    ----------
+    losses_of : callable
+        Returns the losses of some of the rows; None for one that need not be a mean over rows.
+    rows : int
+        Number of rows.
+
+    Returns
+    -------
+    list of str
+        For each loss ``"mean"``, ``"sum"`` or ``"other"``. Empty if the losses fail on some rows:
+        training passes whole batches only.
+    """
+    half = rows // 2
+    if not half:
+        return []
+    try:
+        parts = (slice(rows), slice(rows), slice(half), slice(half, rows))
+        losses = list(zip(*map(losses_of, parts), strict=True))
+    except Exception as error:
+        logger.info("The loss of a few rows could not be compared with its halves: %s", error)
+        return []
+    found = []
+    for whole, again, first, second in losses:
+        if whole is None or again is None or first is None or second is None:
+            found.append("mean")
+            continue
+        # A loss may draw random numbers, or depend on the calls before.
+        varies = not math.isclose(whole, again, rel_tol=1e-6, abs_tol=1e-9)
+        tolerance = 0.25 if varies else 1e-3
+        reduction = reduction_of(whole, (first, second), (half, rows - half), tolerance)
+        found.append(reduction or ("mean" if varies else "other"))
+    return found
 
 
 def check_classes(name: str, labels: Array) -> None:

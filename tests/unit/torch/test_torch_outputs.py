@@ -15,7 +15,6 @@ from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.torch.dry_run import (
     check_fit,
     check_initialized,
-    check_modes,
     check_own_step,
     takes_one_row,
 )
@@ -246,20 +245,6 @@ def test_trial_copies_keep_references_between_objects() -> None:
     script = torch.jit.script(torch.nn.Linear(4, 2))
     module, stepping = copied((script, torch.optim.SGD(script.parameters(), lr=0.1)))
     assert stepping.param_groups[0]["params"][0] is next(iter(module.parameters()))
-
-
-def test_errors_name_methods_that_shadow_torchs() -> None:
-    class Layer(torch.nn.Module):
-        def train(self, positive: Any, negative: Any) -> None:  # type: ignore[override]
-            """Train by itself, as the forward-forward algorithm does."""
-
-    class Silent(torch.nn.Module):
-        def train(self, mode: bool = True) -> Any:
-            return super().train(mode)
-
-    check_modes(torch.nn.Sequential(Silent()))
-    with pytest.raises(ParamError, match=r"Layer.train\(positive.*part '1' .*mode.*Rename it"):
-        check_modes(torch.nn.Sequential(Silent(), Layer()))
 
 
 def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:
