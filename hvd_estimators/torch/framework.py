@@ -107,7 +107,7 @@ class TorchFramework(Framework):
         if isinstance(model, torch.nn.Module):
             check_parameters(model, None)
         if not isinstance(model, torch.jit.ScriptModule):
-            check_sendable("model", model, Pickler)
+            check_sendable("model", self.settings.model, Pickler)
         optimizer = self.settings.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             check_sendable("optimizer", optimizer, Pickler)

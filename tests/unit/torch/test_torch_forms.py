@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -173,7 +172,7 @@ def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) 
     assert "Set model=torch.compile(model) instead" in caplog.text
 
 
-def test_compiled_modules_that_cannot_be_serialized_are_sent_uncompiled(caplog: Any) -> None:
+def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
     import pytorch_lightning  # noqa: F401 (it changes torch.compile)
 
     lock = threading.Lock()
@@ -182,11 +181,14 @@ def test_compiled_modules_that_cannot_be_serialized_are_sent_uncompiled(caplog: 
         with lock:
             return graph
 
-    compiled = torch.compile(torch.nn.Linear(2, 1), backend=backend)
-    with caplog.at_level(logging.WARNING):
-        loaded = load_module(dump_module(compiled))
-    assert type(loaded) is torch.nn.Linear
-    assert "without compiling it" in caplog.text
+    net = torch.nn.Linear(2, 1)
+    assert type(load_module(dump_module(torch.compile(net, backend="eager")))) is not type(net)
+    estimator = TorchEstimator(
+        model=torch.compile(net, backend=backend),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+    )
+    with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
+        Fit(estimator).framework.check_sent()
 
 
 def test_lightning_calls_plain_modules_in_the_configured_form() -> None:

@@ -242,9 +242,6 @@ def test_trial_copies_keep_references_between_objects() -> None:
     assert [id(p) for p in stepping._params] == parameters
     assert not set(parameters) & {id(p) for p in net.parameters()}
     assert torch.equal(module(ONE.new_ones(1, 4)), net(ONE.new_ones(1, 4)))
-    script = torch.jit.script(torch.nn.Linear(4, 2))
-    module, stepping = copied((script, torch.optim.SGD(script.parameters(), lr=0.1)))
-    assert stepping.param_groups[0]["params"][0] is next(iter(module.parameters()))
 
 
 def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:
