@@ -172,11 +172,6 @@ TABLE = (
         "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "They hold the hooks of steps, which torch does not pickle.",
     ),
-    Private(
-        "torch.optim.lr_scheduler.LRScheduler",
-        "_wrapped_by_lr_sched",
-        "It distinguishes a scheduler's wrapper from a step that the user has set.",
-    ),
     # torchmetrics
     Private(
         "torchmetrics.Metric",
@@ -244,11 +239,6 @@ TABLE = (
         "pytorch_lightning.strategies.DDPStrategy",
         "_configure_launcher",
         "Lightning's launcher would set the number of threads.",
-    ),
-    Private(
-        "lightning_fabric.wrappers",
-        "_compile_kwargs",
-        "Lightning stores the arguments of torch.compile on a module, and they may not pickle.",
     ),
     # Horovod
     Private(
