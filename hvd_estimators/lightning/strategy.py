@@ -42,7 +42,6 @@ from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.torch.sync_batch_norm import synchronized_layers
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
@@ -182,12 +181,7 @@ class HorovodStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the module's layers, and then averaging and the rates of the optimizers."""
-        if self._layer_sync is not None and trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            self._undo.enter_context(synchronized_layers(self.lightning_module))
-            # Lightning would leave layers of another class.
-            self._undo.enter_context(patch_attribute(self, "_layer_sync", None))
+        """Prepare the module, averaging, and the rates of the optimizers."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._averager = GradientAverager(

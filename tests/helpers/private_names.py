@@ -231,11 +231,6 @@ TABLE = (
         "Lightning would exchange a number between ranks for each batch.",
     ),
     Private(
-        "pytorch_lightning.strategies.ParallelStrategy",
-        "_layer_sync",
-        "It shows whether the user has set sync_batchnorm=True.",
-    ),
-    Private(
         "pytorch_lightning.strategies.DDPStrategy",
         "_configure_launcher",
         "Lightning's launcher would set the number of threads.",
