@@ -164,7 +164,7 @@ TABLE = (
     ),
     Private(
         "torch.nn.modules.batchnorm",
-        "_BatchNorm _NormBase",
+        "_NormBase",
         "They find batch normalization of any dimension, and user classes of it.",
     ),
     Private(
