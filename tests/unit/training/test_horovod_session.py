@@ -96,7 +96,7 @@ def test_the_timeline_of_a_fit_is_in_the_runs_logs(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "seen.json"
 
     for name in ("timeline.json", "timeline-1.json"):
-        with CallTransfer(spec, "nothing") as handover:  # type: ignore[arg-type]
+        with CallTransfer(spec) as handover:  # type: ignore[arg-type]
             LocalBackend(2).run(
                 train_stored, (handover.put(train),), env={"HOROVOD_TIMELINE": str(path)}
             )
