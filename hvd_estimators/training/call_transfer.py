@@ -28,7 +28,6 @@ from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.files import CHUNK_BYTES, HashingWriter, copy_from, fetch
 from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.store.storage_errors import naming_full_disk
-from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,6 @@ def train_stored(call: StoredCall) -> TrainResult:
         copy_from(call.store, call.path, file, call.digest)
         file.seek(0)
         *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
-    gather_timeline(spec.store, spec.run.logs_path)
     if call.fence is not None:
         spec = replace(spec, checkpoints=replace(spec.checkpoints, fence=call.fence))
     result: TrainResult = train(spec)
