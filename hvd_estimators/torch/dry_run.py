@@ -11,6 +11,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective, RankObjective
@@ -226,12 +227,7 @@ def _accepts(module: torch.nn.Module, count: int) -> bool:
 
 
 def check_fit(
-    module: torch.nn.Module,
-    loss: Loss | JointLoss | None,
-    tensors: TensorSpec,
-    columns: Columns,
-    metrics: Metrics | None = None,
-    validates: bool = True,
+    module: torch.nn.Module, objective: Objective, columns: Columns, validates: bool = True
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model, its loss and its metrics.
 
@@ -245,14 +241,10 @@ def check_fit(
     ----------
     module : torch.nn.Module
         The model; not modified.
-    loss : Loss, JointLoss or None
-        The loss; None if the ranks create it.
-    tensors : TensorSpec
-        Conversion of columns to tensors.
+    objective : Objective
+        Loss and metrics; a loss that the ranks create is not tried.
     columns : Columns
         A few rows.
-    metrics : Metrics, optional
-        The metrics. Default: none.
     validates : bool
         Whether the fit validates.
 
@@ -267,32 +259,32 @@ def check_fit(
         If the columns do not fit the configured shapes, or the model cannot take the columns. Also
         if outputs and labels differ in number, or the loss or a metric cannot take them.
     """
-    batch = _batch(tensors, columns)
-    given = metrics or Metrics([], tensors.label_cols)
+    batch, tensors = _batch(objective.tensors, columns), objective.tensors
+    objective = replace(objective, loss_constructors=None, train_minibatch_fn=None)
     try:
-        # Loss modules may have state, functions may count in global variables, and both may refer
-        # to the module. Compiling it would take longer than running a few rows.
-        module, loss, given = copied((plain_module(module), loss, given))
+        # Loss modules may have state, and may refer to the module. Compiling it would take longer
+        # than running a few rows.
+        module, objective = copied((plain_module(module), objective))
     except Exception as error:
         log_untried(error)
         return []
-    objective = RankObjective(tensors, loss, given)
-    is_joint = isinstance(loss, JointLoss)
+    tried = objective.on_rank(torch.device("cpu"))
+    is_joint = isinstance(tried.loss, JointLoss)
     shapes = []
     with _called_in("evaluation"):
         for raw in _try_call(module, False, tensors, batch):
             shapes = _check_outputs(raw, tensors, batch)
             if validates or not is_joint:
-                _check_loss(objective, raw, batch)
-            if given.names != []:
+                _check_loss(tried, raw, batch)
+            if tried.metrics.names != []:
                 aligned = tensors.align(raw, batch.labels)
-                _check_metrics(given, Evaluation(torch.zeros(()), *aligned, batch.rows))
+                _check_metrics(tried.metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
     if shapes and is_joint:
         with _called_in("training"):
             for raw in _try_call(module, True, tensors, batch):
-                _check_loss(objective, raw, batch)
-    if shapes and loss is not None:
-        _check_reduction(objective, batch, module)
+                _check_loss(tried, raw, batch)
+    if shapes and tried.loss is not None:
+        _check_reduction(tried, batch, module)
     return shapes
 
 

@@ -148,13 +148,7 @@ class TorchFramework(Framework):
         tensors = settings.tensor_spec
         with autocast(settings.precision, "cpu"):
             tried = check_fit(
-                *(
-                    settings.model,
-                    settings.loss_function(),
-                    tensors,
-                    settings.delivered(columns),
-                    settings.named_metrics(),
-                ),
+                *(settings.model, settings.objective(), settings.delivered(columns)),
                 validates=settings.validation is not None,
             )
 

@@ -220,9 +220,7 @@ class Objective:
             ]
             is_joint, weights = self.joint, self.loss_weights
             loss = JointLoss(on_device[0]) if is_joint else Loss(on_device, weights)
-        own_step, class_weight = self.train_minibatch_fn, self.class_weight
-        metrics = self.named_metrics
-        return RankObjective(self.tensors, loss, metrics, device, own_step, class_weight)
+        return RankObjective(self, loss, device)
 
 
 class RankObjective:
@@ -230,34 +228,24 @@ class RankObjective:
 
     Parameters
     ----------
-    tensors : TensorSpec
-        Conversion of columns to tensors.
+    given : Objective
+        The objective.
     loss : Loss, JointLoss or None
-        The loss; None if ``train_minibatch_fn`` computes its own.
-    metrics : Metrics
-        The metrics.
+        Its loss; None if ``train_minibatch_fn`` computes its own.
     device : torch.device
         The rank's device.
-    train_minibatch_fn, class_weight
-        See `Objective`.
     """
 
     def __init__(
-        self,
-        tensors: TensorSpec,
-        loss: Loss | JointLoss | None,
-        metrics: Metrics,
-        device: torch.device | None = None,
-        train_minibatch_fn: Callable[..., Any] | None = None,
-        class_weight: Mapping[int, float] | None = None,
+        self, given: Objective, loss: Loss | JointLoss | None, device: torch.device
     ) -> None:
-        self.tensors = tensors
+        self.tensors = given.tensors
+        self.metrics = given.named_metrics
         self.loss = loss
-        self._device = device or torch.device("cpu")
-        self._train_minibatch_fn = train_minibatch_fn
-        self._class_weight = class_weight
+        self._device = device
+        self._train_minibatch_fn = given.train_minibatch_fn
+        self._class_weight = given.class_weight
         self._step_loss: StepLoss | None = None
-        self.metrics = metrics
 
     @property
     def has_own_step(self) -> bool:

@@ -180,7 +180,7 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
     # A scheduler wraps the step of the class.
     is_of_class = inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
     if not is_of_class or any(getattr(optimizer, table, None) for table in _STEP_HOOKS):
-        found = "a step hook" if is_of_class else "a step() of its own"
+        found = "a step hook" if is_of_class else "a replaced step()"
         raise ParamError(
             f"optimizer: the object has {found}, which torch does not send to other processes. "
             "Define step() in a class, or register hooks on the ranks, in a callback's "
@@ -239,7 +239,11 @@ def module_payload(module: torch.nn.Module, *others: Any) -> bytes | LocalFile:
     return LazyFile(functools.partial(_write, content))
 
 
-def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any:
+def load_module(
+    document: bytes | os.PathLike[str],
+    mapped: bool = False,
+    unpickler: type[pickle.Unpickler] = unpickle_imports.Unpickler,
+) -> Any:
     """Load what `dump_module`, `module_file` or `module_payload` wrote, on the CPU.
 
     Parameters
@@ -249,7 +253,10 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
     mapped : bool
         Memory-map the tensors of a file instead of reading them. Processes that load the same file
         then share one copy, until a process changes a tensor.
+    unpickler : type
+        Loads the objects.
     """
+    module: Any = SimpleNamespace(__name__=__name__, Unpickler=unpickler)
     is_bytes = isinstance(document, bytes)
     source: Any = io.BytesIO(document) if isinstance(document, bytes) else os.fspath(document)
     return _received(
@@ -257,7 +264,7 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
             source,
             map_location="cpu",
             weights_only=False,
-            pickle_module=unpickle_imports,
+            pickle_module=module,
             mmap=mapped and not is_bytes,
         )
     )
@@ -340,13 +347,21 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
     return optimizer
 
 
+class _Copier(unpickle_imports.Unpickler):
+    """Unpickler that copies the classes of scripts and notebooks, with the globals they use."""
+
+    def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+        *given, _, extra = args
+        return make(*given, None, extra)
+
+
 def copied(value: T) -> T:
     """Return a copy of a value, preserving references between its objects.
 
-    Unlike `copy.deepcopy`, this function copies functions of scripts, modules with computed tensors
-    (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
+    Unlike `copy.deepcopy`, this function copies functions and classes of scripts, modules with
+    computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
-    loaded: T = load_module(dump_module(value))
+    loaded: T = load_module(dump_module(value), unpickler=_Copier)
     return loaded
 
 

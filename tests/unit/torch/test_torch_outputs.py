@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
@@ -129,22 +130,22 @@ class Several(torch.nn.Module):
 def test_the_dry_run_explains_how_to_omit_outputs() -> None:
     net, spec = Several(), TensorSpec(("x",), ("y",))
     with pytest.raises(ShapeError, match=r"2 outputs, .* 1 label .*outputs .*\[0\].*'joint'"):
-        check_fit(net, None, spec, COLUMNS)
+        check_fit(net, objective_of(spec), COLUMNS)
     picked = dataclasses.replace(spec, outputs=(0,))
-    assert check_fit(net, None, picked, COLUMNS) == [(1,)]
+    assert check_fit(net, objective_of(picked), COLUMNS) == [(1,)]
 
     def loss(outputs: Any, labels: Any) -> torch.Tensor:
         return F.mse_loss(outputs[0].reshape(-1), labels[0]) + outputs[1]
 
     joint = dataclasses.replace(spec, pairs=False)
     with pytest.raises(ShapeError, match=r"at position 1 has shape \(\) for 3 rows.*outputs can"):
-        check_fit(net, JointLoss(loss), joint, COLUMNS)
+        check_fit(net, objective_of(joint, loss, joint=True), COLUMNS)
     chosen = dataclasses.replace(joint, outputs=(0,))
-    assert check_fit(net, JointLoss(loss), chosen, COLUMNS) == [(1,)]
+    assert check_fit(net, objective_of(chosen, loss, joint=True), COLUMNS) == [(1,)]
     with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
-        check_fit(net, JointLoss(lambda outputs: outputs[5]), chosen, COLUMNS)
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[5], joint=True), COLUMNS)
     with pytest.raises(ParamError, match=r"^loss: expected one number .*found shape \(3, 1\)"):
-        check_fit(net, JointLoss(lambda outputs: outputs[0]), chosen, COLUMNS)
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[0], joint=True), COLUMNS)
 
 
 def objective(step: Any, loss: Any = F.mse_loss) -> Objective:
