@@ -270,20 +270,20 @@ def check_fit(
         return []
     tried = objective.on_rank(torch.device("cpu"))
     is_joint = isinstance(tried.loss, JointLoss)
-    shapes = []
+    shapes, has_loss = [], False
     with _called_in("evaluation"):
         for raw in _try_call(module, False, tensors, batch):
             shapes = _check_outputs(raw, tensors, batch)
             if validates or not is_joint:
-                _check_loss(tried, raw, batch)
+                has_loss = _check_loss(tried, raw, batch)
             if tried.metrics.names != []:
                 aligned = tensors.align(raw, batch.labels)
                 _check_metrics(tried.metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
     if shapes and is_joint:
         with _called_in("training"):
             for raw in _try_call(module, True, tensors, batch):
-                _check_loss(tried, raw, batch)
-    if shapes and tried.loss is not None:
+                has_loss = _check_loss(tried, raw, batch)
+    if has_loss:
         _check_reduction(tried, batch, module)
     return shapes
 
@@ -568,8 +568,8 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         ) from error
 
 
-def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> None:
-    """Try a loss on what a model returned.
+def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> bool:
+    """Try a loss on what a model returned, and return whether there is one that can run here.
 
     Raises
     ------
@@ -581,7 +581,7 @@ def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> None:
         If a label is no class of the model.
     """
     if objective.loss is None:
-        return
+        return False
     try:
         with torch_traceless():
             # Training on labels that only broadcast to the output is almost always a mistake.
@@ -591,10 +591,11 @@ def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> None:
         raise
     except Exception as error:
         if leave_to_ranks(error):
-            return
+            return False
         text = f"{type(error).__name__}: {error}"
         failed = _joint_failed if isinstance(objective.loss, JointLoss) else _pairs_failed
         raise ShapeError(failed(text, raw, batch, objective.tensors)) from error
+    return True
 
 
 def _shapes_of(raw: Any) -> str:
