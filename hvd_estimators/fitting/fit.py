@@ -75,9 +75,6 @@ from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
-_STATE_READER = "hvd_estimators.load_checkpoint(store, which=path)"
-"""Expression that reads a trained state, for messages."""
-
 
 class Fit:
     """One fit of an estimator: check, prepare the data, try the model, plan, launch, wrap.
@@ -493,7 +490,7 @@ class Fit:
         settings = self.settings
         spec = spec_for(backend.num_processes())
         run.check_reading(spec.data)
-        with CallTransfer(spec, _STATE_READER) as handover:
+        with CallTransfer(spec) as handover:
             with handover.describing_saved_state(trained=False):
                 launch = Launch(run, handover, self.framework.rank_function(), spec_for, spec)
             if run.checkpoints:

@@ -16,7 +16,7 @@ from hvd_estimators.lightning.loaders import ValidationLoader
 from hvd_estimators.lightning.package import Callback, Checkpoint, patch_method
 from hvd_estimators.lightning.results import names_of
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
-from hvd_estimators.torch.loss import as_stated
+from hvd_estimators.torch.loss_weights import as_stated
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.step_control import StepControl

@@ -11,7 +11,6 @@ from hvd_estimators.lightning.trainer_args import (
     check_objects,
     check_trainer_args,
 )
-from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.serialization import plain_module
 from hvd_estimators.torch.shard_state import reductions_of
 
@@ -89,5 +88,4 @@ def check_training(settings: LightningSettings) -> None:
         )
     check_objects(settings.logger, settings.profiler)
     check_trainer_args(settings.trainer_args, settings.flavor, settings.callbacks)
-    check_modes(settings.model)
     check_module(settings.model, settings.flavor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,10 @@ from hvd_estimators.torch.dry_run import (
     torch_traceless,
 )
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import as_stated
+from hvd_estimators.torch.loss_weights import as_stated
 from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec
-from hvd_estimators.training.row_weights import reduction_of
+from hvd_estimators.training.row_weights import NO_MEAN, compare_halves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -93,77 +92,15 @@ class LightningTrial(Trial):
     Attributes
     ----------
     loss_of_halves : str
-        See `compare_halves`.
+        ``"sum"`` or ``"other"`` if the loss is not the mean over rows; ``"mean"`` if it is, if it
+        states its denominator, or if the step needs a Trainer.
     """
 
     loss_of_halves: str = "mean"
 
 
-def compare_halves(
-    module: LightningModule,
-    rows: int,
-    batch_of: Callable[[slice], Any],
-    trainer_args: Mapping[str, Any],
-) -> str:
-    """Compare the loss of a few rows with the losses of both halves.
-
-    Parameters
-    ----------
-    module : LightningModule
-        The model; not modified.
-    rows : int
-        Number of rows.
-    batch_of : callable
-        Returns the batch of some of the rows.
-    trainer_args : mapping
-        The user's Trainer arguments.
-
-    Returns
-    -------
-    str
-        ``"sum"`` or ``"other"`` if the loss is not the mean over rows; ``"mean"`` if it is, if it
-        states its denominator, or if the step needs a Trainer.
-    """
-    half, parts = rows // 2, (slice(None), slice(None), slice(rows // 2), slice(rows // 2, None))
-    losses = []
-    try:
-        convert, step = _trial_step(module, trainer_args)
-        trial = copied(module).eval()
-        with torch_traceless():
-            for part in parts:
-                output = step(trial, convert(batch_of(part)))
-                loss, stated = as_stated(output, "training_step")
-                loss = loss["loss"] if isinstance(loss, Mapping) else loss
-                if stated is not None or loss is None or not half:
-                    return "mean"
-                losses.append(float(loss))
-    except Exception as error:
-        logger.info("The loss of a few rows could not be compared with its halves: %s", error)
-        return "mean"
-    whole, again, *halves = losses
-    # A step may draw random numbers.
-    is_random = not math.isclose(whole, again, rel_tol=1e-6)
-    tolerance = 0.25 if is_random else 1e-3
-    reduction = reduction_of(whole, (halves[0], halves[1]), (half, rows - half), tolerance)
-    return reduction or ("mean" if is_random else "other")
-
-
-def _trial_step(
-    module: LightningModule, trainer_args: Mapping[str, Any]
-) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    """Return functions that convert a batch to the Trainer's precision, and that run a step."""
-    precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
-    count = max(len(inspect.signature(module.training_step).parameters), 1)
-
-    def step(trial: Any, batch: Any) -> Any:
-        with precision.train_step_context():
-            return precision.convert_module(trial).training_step(*[batch, 0][:count])
-
-    return precision.convert_input, step
-
-
 def check_loss(loss_of_halves: str) -> None:
-    """Reject a loss that sums over the rows, and warn if it is another mean; see `compare_halves`.
+    """Reject a loss that sums over the rows, and warn if it is another mean; see `LightningTrial`.
 
     Raises
     ------
@@ -177,39 +114,31 @@ def check_loss(loss_of_halves: str) -> None:
             "number of rows, as in loss / len(batch['label']), and set a learning rate for it."
         )
     if loss_of_halves == "other":
-        logger.warning(
-            "model: the loss that training_step returns for a few rows is not the mean of the "
-            "losses of both halves. Several processes then do not train as one. Return {'loss': "
-            "..., 'denominator': ...} if it is a mean over something else than rows, such as class "
-            "weights. If it compares rows with each other, see 'Contrastive losses over the rows "
-            "of all ranks' in the page on torch."
-        )
+        logger.warning(NO_MEAN, "model: the loss that training_step returns")
 
 
-def check_step(
+def try_step(
     module: LightningModule,
+    rows: int,
     batch_of: Callable[[slice], Any],
     feature_cols: Sequence[str] = (),
     label_cols: Sequence[str] = (),
     trainer_args: Mapping[str, Any] | None = None,
-) -> bool | None:
-    """Run a training step on a copy with a few rows, if the step needs no Trainer.
+) -> LightningTrial:
+    """Run training steps on a copy with a few rows, if the step needs no Trainer.
 
     Parameters
     ----------
     module : LightningModule
         The model; not modified.
+    rows : int
+        Number of rows.
     batch_of : callable
         Returns the batch of some of the rows.
     feature_cols, label_cols : sequence of str
         The columns, for messages.
     trainer_args : mapping, optional
         The user's Trainer arguments, whose precision the step has.
-
-    Returns
-    -------
-    bool or None
-        Whether a batch of one row can train, see `takes_one_row`.
 
     Raises
     ------
@@ -218,54 +147,61 @@ def check_step(
     """
     flavor = flavor_of(module) or default_flavor()
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
-    if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
-        return None
-    trial = _trial_copy(module)
-    if trial is None or "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return None
-
+    parameters = inspect.signature(module.training_step).parameters
+    if "dataloader_iter" in parameters:
+        return LightningTrial()
     try:
-        convert, run = _trial_step(module, trainer_args or {})
-        batch = convert(batch_of(slice(None)))
+        precision = precision_of(trainer_args or {}, flavor)
+        batch = precision.convert_input(batch_of(slice(None)))
+        trial = copied(module)
     except Exception as error:  # Only the ranks may have the packages and devices.
         log_untried(error)
-        return None
+        return LightningTrial()
 
-    def step(module: Any, given: Mapping[str, Any]) -> None:
-        with torch.enable_grad():
-            run(module, given)
+    def run(module: Any, given: Any) -> Any:
+        arguments = [given, 0][: max(len(parameters), 1)]
+        with torch.enable_grad(), precision.train_step_context():
+            return precision.convert_module(module).training_step(*arguments)
 
-    watched = WatchedBatch(batch) if isinstance(batch, dict) else batch
+    watched = _WatchedBatch(batch) if isinstance(batch, dict) else batch
     try:
         with torch_traceless():
-            step(trial, watched)
+            run(trial, watched)
     except Exception as error:
-        if any(word in str(error) for word in ("Trainer", "trainer")):
-            return None
-        failed = (
-            f"The module's training_step failed on a batch of {_described(batch)} with "
-            f"{type(error).__name__}: {error}."
+        needs_hooks = any(is_overridden(hook, module) for hook in _PREPARING_HOOKS)
+        if needs_hooks or any(word in str(error) for word in ("Trainer", "trainer")):
+            return LightningTrial()
+        is_unpacked = isinstance(watched, _WatchedBatch) and watched.is_unpacked
+        is_of_names = is_unpacked and isinstance(error, AttributeError)
+        if not is_of_names and leave_to_ranks(error):
+            return LightningTrial()
+        reason = failed_lookup(lambda: run(trial, batch), _named(batch))
+        advice = (
+            "Set feature_cols and label_cols to the columns that it reads, or column_dtypes (such "
+            "as {'label': 'int64'}) if it expects other dtypes."
         )
-        is_unpacked = isinstance(watched, WatchedBatch) and watched.is_taken_as_tuple
-        if isinstance(batch, dict) and (
-            takes_tuple(error) or (is_unpacked and not leave_to_ranks(error))
-        ):
-            raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
-        if leave_to_ranks(error):
-            return None
-        reason = failed_lookup(lambda: step(trial, batch), _named(batch))
-        if reason is not None:
-            raise ShapeError(f"{failed} {reason}") from error
+        if is_unpacked or isinstance(error, KeyError):
+            advice = f"{advice} {_unpacking(feature_cols, label_cols)}"
         raise ShapeError(
-            f"{failed} Set feature_cols and label_cols to the columns that "
-            "it reads, or column_dtypes (such as {'label': 'int64'}) if it expects other dtypes."
+            f"The module's training_step failed on a batch of {_described(batch)} with "
+            f"{type(error).__name__}: {error}. {reason or advice}"
         ) from error
 
-    def on(rows: int) -> Callable[[Any], None]:
-        first = convert(batch_of(slice(rows)))
-        return lambda module: step(module, first)
+    def losses_of(part: slice) -> list[float | None]:
+        output = run(trial, precision.convert_input(batch_of(part)))
+        loss, stated = as_stated(output, "training_step")
+        loss = loss["loss"] if isinstance(loss, Mapping) else loss
+        return [None if loss is None or stated is not None else float(loss)]
 
-    return takes_one_row(module, on(1), [on(2), on(3)])
+    def on(count: int) -> Callable[[Any], Any]:
+        first = precision.convert_input(batch_of(slice(count)))
+        return lambda module: run(module, first)
+
+    one_row = takes_one_row(module, on(1), [on(2), on(3)])
+    trial.eval()
+    with torch_traceless():
+        halves = compare_halves(losses_of, rows)
+    return LightningTrial(takes_one_row=one_row, loss_of_halves=halves[0] if halves else "mean")
 
 
 def _named(batch: Any) -> dict[str, torch.Tensor]:
@@ -280,27 +216,17 @@ def _described(batch: Any) -> str:
     return described(_named(batch)) or type(batch).__name__
 
 
-class WatchedBatch(dict[str, Any]):
+class _WatchedBatch(dict[str, Any]):
     """Batch that records whether it is unpacked, as in ``x, y = batch``."""
 
-    is_taken_as_tuple = False
+    is_unpacked = False
 
     def __iter__(self) -> Iterator[str]:
-        self.is_taken_as_tuple = True
+        self.is_unpacked = True
         return super().__iter__()
 
 
-def takes_tuple(error: BaseException) -> bool:
-    """Return whether an error looks like ``x, y = batch`` or ``batch[0]`` on a dict."""
-    if isinstance(error, KeyError):
-        return bool(error.args) and isinstance(error.args[0], int)
-    signs = ("not str", "'str' object", "to unpack")
-    return isinstance(error, (TypeError, ValueError, AttributeError)) and any(
-        sign in str(error) for sign in signs
-    )
-
-
-def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
+def _unpacking(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
     """Return a hint with the code to write instead of ``x, y = batch``."""
     features, labels = (
         ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
@@ -327,13 +253,4 @@ def row_shapes(
         return output_shapes(module, spec, inputs)
     except ShapeError as error:
         logger.info("forward() does not take the feature columns (%s)", error)
-        return None
-
-
-def _trial_copy(module: torch.nn.Module) -> Any:
-    """Return a copy to try, or log a warning and return None if the copy fails."""
-    try:
-        return copied(module)
-    except Exception as error:
-        log_untried(error)
         return None

@@ -19,10 +19,8 @@ from hvd_estimators.lightning.dry_run import (
     LightningTrial,
     check_loss,
     check_shards_of_module,
-    check_step,
-    compare_halves,
     row_shapes,
-    unpacking_hint,
+    try_step,
 )
 from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.package import is_lightning
@@ -89,8 +87,10 @@ class LightningFramework(TorchFramework):
                 "columns have."
             ) from error
         features = list(settings.inputs.names)
-        one_row = check_step(module, batch_of, features, settings.label_cols, settings.trainer_args)
-        halves = compare_halves(module, num_rows(columns), batch_of, settings.trainer_args)
+        trial = try_step(
+            *(module, num_rows(columns), batch_of),
+            *(features, settings.label_cols, settings.trainer_args),
+        )
         shapes: Sequence[tuple[int | None, ...]] | None = None
         if settings.collate is not None:
             spec = settings.tensor_spec
@@ -105,7 +105,7 @@ class LightningFramework(TorchFramework):
             arrays = [columns[name] for name in features]
             spec = settings.tensor_spec
             shapes = row_shapes(module, forward_inputs(module, arrays, spec), spec) or None
-        return LightningTrial(shapes, one_row, loss_of_halves=halves)
+        return replace(trial, output_shapes=shapes)
 
     def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
         dtype: str = self.settings.column_dtypes.get(name, stored)
@@ -163,7 +163,6 @@ class LightningFramework(TorchFramework):
             collectives=self.collectives,
             objects=cloudpickle.dumps(objects),
             form=BatchForm(settings.column_dtypes, settings.column_shapes),
-            batch_hint=unpacking_hint(settings.inputs.names, settings.label_cols),
             log_every_n_steps=settings.log_every_n_steps,
             users_data={
                 "num_reader_epochs": settings.loader_num_epochs,

@@ -16,8 +16,8 @@ from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collate import as_tensor, map_leaves
 from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.loss_weights import StepBatches, rows_of
 from hvd_estimators.torch.tensors import tensor_batches
-from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
 
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
 TensorBatch = Mapping[str, torch.Tensor] | CollatedBatch
 
-_Window = Sequence[Sequence[tuple[TensorBatch, float]]]
-"""Batches among which rows weigh equally.
-
-A batch has a micro-batch, with its factor, for each of the rank's shards.
-"""
+_Window = Sequence[Sequence[TensorBatch]]
+"""Batches among which rows weigh equally: each with a micro-batch for each of the rank's shards."""
 
 
 def is_lightning_data(data_module: Any) -> bool:
@@ -154,22 +151,19 @@ class _Loader:
         Rows of the latest batch.
     is_shared : bool
         Whether every rank runs this batch, so that its step may communicate.
-    factor : float
-        Factor of the latest batch's mean loss, see `WeightedBatches`.
     """
 
     def __init__(self, form: BatchForm, steps: int) -> None:
         self.rows = 0
         self.is_shared = True
-        self.factor = 1.0
         self._form = form
         self._steps = steps
 
     def __len__(self) -> int:
         return self._steps
 
-    def _give(self, batch: TensorBatch, factor: float, is_shared: bool) -> Any:
-        self.rows, self.factor, self.is_shared = _rows(batch), factor, is_shared
+    def _give(self, batch: TensorBatch, is_shared: bool) -> Any:
+        self.rows, self.is_shared = rows_of(batch), is_shared
         if not self.rows:
             raise DataError("data_module: a batch has no rows. Yield only batches with rows.")
         return self._form.apply(batch)
@@ -183,8 +177,8 @@ class TrainLoader(_Loader):
 
     Parameters
     ----------
-    batches : WeightedBatches
-        The rank's batches, weighted for steps of one backward pass.
+    batches : StepBatches
+        The rank's batches.
     form : BatchForm
         The tensors that the module gets.
     steps : int
@@ -200,11 +194,18 @@ class TrainLoader(_Loader):
     by_batch : bool
         Whether the global batches of a step weigh equally, each as one of ``passes_per_step``, as
         in Lightning. Otherwise, all rows of a step weigh equally.
+
+    Attributes
+    ----------
+    passes : int
+        Number of batches in a step among which rows weigh equally.
+    step_rows : float
+        Rows of these batches on all ranks.
     """
 
     def __init__(
         self,
-        batches: WeightedBatches,
+        batches: StepBatches,
         form: BatchForm,
         steps: int,
         passes_per_step: Callable[[], int],
@@ -215,8 +216,8 @@ class TrainLoader(_Loader):
     ) -> None:
         super().__init__(form, steps)
         self._limit = limit
-        self._passes = 1
-        self._micro_batches: Sequence[tuple[TensorBatch, float]] = ()
+        self.passes, self.step_rows = 1, 1.0
+        self._micro_batches: Sequence[TensorBatch] = ()
         self._by_batch = by_batch
         self._done = done
         self._position = done
@@ -234,16 +235,15 @@ class TrainLoader(_Loader):
             window = self._next_window(min(self._passes_per_window(), end - index))
             index += len(window)
             # Lightning divides each loss by the number of passes.
-            self._passes = self._passes_per_window()
+            self.passes = self._passes_per_window()
             for self._micro_batches in window:
                 yield self.enter(0)
 
     def enter(self, index: int) -> Any:
         """Switch to one of the rank's shards, and return its part of the newest batch."""
         self._shards.enter(index)
-        batch, factor = self._micro_batches[index]
         is_shared = index < self._shards.num_shards // self._shards.size
-        return self._give(batch, factor * self._passes, is_shared)
+        return self._give(self._micro_batches[index], is_shared)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, which marks the loader as resumable."""
@@ -258,7 +258,7 @@ class TrainLoader(_Loader):
 
     def _next_window(self, count: int) -> _Window:
         parts, own = self._shards.passes, len(self._shards.shards)
-        given = self._batches.next_window(count * parts)
+        given, self.step_rows = self._batches.next_step(count * parts)
         self._position = (self._position + count) % self._steps
         # The batch of a shard that only other ranks have is empty.
         return [given[first : first + own] for first in range(0, len(given), parts)]
@@ -295,13 +295,7 @@ class ValidationLoader(_Loader):
     def __iter__(self) -> Iterator[Any]:
         with contextlib.closing(self._batches()) as batches:
             for index, batch in enumerate(itertools.islice(batches, self._steps)):
-                yield self._give(batch, 1.0, index < self._shared)
+                yield self._give(batch, index < self._shared)
 
     def _batches(self) -> Generator[TensorBatch, None, None]:
         yield from tensor_batches(self._data.val_chunks(), self._device)
-
-
-def _rows(batch: TensorBatch) -> int:
-    if isinstance(batch, CollatedBatch):
-        return batch.rows
-    return len(next(iter(batch.values())))

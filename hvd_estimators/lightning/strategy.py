@@ -16,7 +16,6 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
 from hvd_estimators.lightning.callbacks import agree_on_stopping
-from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
@@ -38,13 +37,11 @@ from hvd_estimators.torch.collectives import (
     exchange,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import as_stated
-from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
+from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.torch.sync_batch_norm import synchronized_layers
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
@@ -184,12 +181,7 @@ class HorovodStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the module's layers, and then averaging and the rates of the optimizers."""
-        if self._layer_sync is not None and trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            self._undo.enter_context(synchronized_layers(self.lightning_module))
-            # Lightning would leave layers of another class.
-            self._undo.enter_context(patch_attribute(self, "_layer_sync", None))
+        """Prepare the module, averaging, and the rates of the optimizers."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._averager = GradientAverager(
@@ -214,8 +206,7 @@ class HorovodStrategy(DDPStrategy):
         """
         if self._averager is not None:
             self._averager.refresh()
-            is_last = not self._blocked and self._is_last_part
-            self.weights.start(*self.batch_weight, ranks=self.world_size, is_last=is_last)
+            self._start_weights(self._averager.weights)
         self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
         self._stated = as_stated(output, "training_step")[1]
@@ -251,39 +242,36 @@ class HorovodStrategy(DDPStrategy):
         assert self._averager is not None
         return self._averager.weights
 
+    def _start_weights(self, weights: StepWeights) -> None:
+        assert self.lightning_module is not None
+        by_itself = self.weighs_by_batch or not self.lightning_module.automatic_optimization
+        weights.start(
+            *self._batch_rows,
+            ranks=self.world_size,
+            is_last=by_itself or (not self._blocked and self._is_last_part),
+        )
+
     @property
-    def batch_weight(self) -> tuple[int, float]:
-        """Rows of the current batch, and the factor of its loss; here batches weigh the same."""
-        return 1, 1.0
+    def _batch_rows(self) -> tuple[int, float, int]:
+        """Rows of the batch, and rows and batches of its step; here batches weigh the same."""
+        return 1, self.world_size, 1
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        rows, factor = self.batch_weight
-        stated = self._stated
-        if not module.automatic_optimization:
+        if module.automatic_optimization:
+            stated, factors = self._stated, self.weights.of_step
+        else:
             loss, stated = as_stated(loss, "manual_backward")
+            factors = self.weights.of_call
+        part = WeightedLoss(loss, self.weights.rows)
+        if stated is not None:
+            part = WeightedLoss(loss, stated, "stated")
+        (factor,) = factors([part])
+        self._loss_scale = factor
         if stated is None:
-            if module.automatic_optimization:
-                (factor,) = self.weights.of_step([WeightedLoss(loss, rows)])
-            self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
-        scale = self._loss_scale = self.weight_of(stated, loss.device)
         # The mean over no tokens may be NaN.
-        return loss * scale, bool(scale > 0 or torch.isfinite(loss).all())
-
-    def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
-        """Return the factor of the current batch's mean with this denominator.
-
-        All ranks must call it equally often.
-        """
-        module = self.lightning_module
-        assert module is not None
-        stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
-        if module.automatic_optimization and not self.weighs_by_batch:
-            factor: torch.Tensor
-            (factor,) = self.weights.of_step([WeightedLoss(stated, stated, "stated")])
-            return factor
-        return self.weights.of_batch(stated)
+        return loss * factor, bool(factor > 0 or torch.isfinite(loss).all())
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
@@ -415,8 +403,6 @@ class WeightedStrategy(HorovodStrategy):
         Provide the weights of their batches; without a loader, all batches weigh the same.
     shards : ShardStates
         The canonical shards, of which the rank runs one or several.
-    batch_hint : str
-        A hint for the error of a step that unpacks the batch as a tuple.
     buffers : BufferReducer
         Reduces the module's buffers.
     by_batch : bool
@@ -433,7 +419,6 @@ class WeightedStrategy(HorovodStrategy):
         validation: ValidationLoader | None = None,
         *,
         shards: ShardStates,
-        batch_hint: str = "",
         buffers: BufferReducer,
         by_batch: bool = False,
         batches_between_stops: int = 1,
@@ -447,16 +432,15 @@ class WeightedStrategy(HorovodStrategy):
         self._batches_between_stops = batches_between_stops
         self._step_args: tuple[Any, ...] = ()
         self._contributions: list[Any] = []
-        self._batch_hint = batch_hint
         self._shards = shards
         self._buffers = buffers
         self._train = train
         self._validation = validation
 
     @property
-    def batch_weight(self) -> tuple[int, float]:
-        """Rows of the current batch, and the factor of its loss."""
-        return (1, 1.0) if self._train is None else (self._train.rows, self._train.factor)
+    def _batch_rows(self) -> tuple[int, float, int]:
+        train = self._train
+        return super()._batch_rows if train is None else (train.rows, train.step_rows, train.passes)
 
     @property
     def averager(self) -> GradientAverager:
@@ -519,26 +503,16 @@ class WeightedStrategy(HorovodStrategy):
             self._shards.enter(0)
         return returned
 
-    def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
-        """Return the factor of the current batch's mean with this denominator.
-
-        Raises
-        ------
-        ParamError
-            If the shards' batches would need a denominator for each of several passes.
-        """
-        if self.weighs_by_batch and self._shards.passes > 1:
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counted(self._train):
+            output = super().training_step(*args, **kwargs)
+        if self._stated is not None and self.weighs_by_batch and self._shards.passes > 1:
             raise ParamError(
                 "trainer_args: with accumulate_grad_batches, or GradientAccumulationScheduler, a "
                 "loss that returns its denominator needs as many processes as the run began with: "
                 f"{self._shards.num_shards}. Set num_proc to it, or set backward_passes_per_step "
                 "instead and another run_id."
             )
-        return super().weight_of(stated, device)
-
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counted(self._train):
-            output = super().training_step(*args, **kwargs)
         rows = 1 if self._train is None else self._train.rows
         named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
         self.outputs.append((named, rows))
@@ -651,10 +625,6 @@ class WeightedStrategy(HorovodStrategy):
         self._communicates = loader is None or loader.is_shared
         try:
             yield
-        except Exception as error:
-            if self._batch_hint and takes_tuple(error):
-                error.add_note(self._batch_hint)
-            raise
         finally:
             self._communicates = True
 

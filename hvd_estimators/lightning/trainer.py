@@ -39,12 +39,12 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
+from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainResult, combined_digest
@@ -121,7 +121,6 @@ class _Trainer:
             scale_learning_rate=spec.scale_learning_rate,
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
-            batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
             buffers=self.buffers,
             by_batch=spec.weighs_by_batch,
             batches_between_stops=self._batches_between_stops,
@@ -221,7 +220,7 @@ class _Trainer:
         device = self._loader_device
         batches = tensor_batches(reader.train_chunks(), device, reader.num_train_batches())
         train = TrainLoader(
-            WeightedBatches(batches, reader.global_train_sizes(), self.size, 1, sum_over_ranks),
+            StepBatches(batches, reader.global_train_sizes(), sum_over_ranks),
             spec.form,
             spec.data.train_steps_per_epoch,
             self._passes_per_step,

@@ -57,8 +57,6 @@ class LightningTrainSpec(TrainSpec):
         A pickled `TrainerObjects`.
     form : BatchForm
         The tensors that a LightningModule gets.
-    batch_hint : str
-        A hint for the error of a step that unpacks the batch as a tuple.
     log_every_n_steps : int
         Steps between two entries of the loggers.
     users_data : mapping
@@ -73,7 +71,6 @@ class LightningTrainSpec(TrainSpec):
     collectives: str
     objects: bytes
     form: BatchForm
-    batch_hint: str
     log_every_n_steps: int
     users_data: Mapping[str, Any]
     weighs_by_batch: bool = False

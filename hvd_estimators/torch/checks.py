@@ -14,7 +14,7 @@ from hvd_estimators.fitting.checks import check_class_weight
 from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
-from hvd_estimators.torch.dry_run import check_initialized, check_modes
+from hvd_estimators.torch.dry_run import check_initialized
 from hvd_estimators.torch.loss import check_reduced, check_weightable
 from hvd_estimators.torch.objective import check_joint
 from hvd_estimators.torch.optimizer_step import StepOptions, check_first_order, make_scheduler
@@ -38,7 +38,6 @@ def check_training(settings: TorchSettings) -> None:
     """Check model, optimizer, loss and metrics together."""
     if not isinstance(settings.model, torch.nn.Module):
         raise ParamError(f"model: expected a torch.nn.Module, found {type(settings.model)}.")
-    check_modes(settings.model)
     check_initialized(settings.model)
     if not isinstance(settings.optimizer, torch.optim.Optimizer):
         raise ParamError(

@@ -6,13 +6,12 @@ A dry run works on copies and does not change the user's objects.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import itertools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,22 +25,21 @@ from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import Evaluation, Loss
-from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
+from hvd_estimators.torch.loss import Evaluation
+from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
 from hvd_estimators.torch.serialization import copied, plain_module
-from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
+from hvd_estimators.torch.stateful import is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
     Inputs,
-    Selected,
     TensorSpec,
     require_tensors,
 )
-from hvd_estimators.training.row_weights import reduction_of
+from hvd_estimators.training.row_weights import NO_MEAN, compare_halves
 
 logger = logging.getLogger(__name__)
 
@@ -51,30 +49,6 @@ def torch_traceless() -> Iterator[None]:
     """Extend `traceless` to torch's random numbers, and disable gradients."""
     with traceless(), torch.random.fork_rng(devices=[]), torch.no_grad():
         yield
-
-
-def check_modes(module: torch.nn.Module) -> None:
-    """Check that torch can set the mode of a module and its parts: training or evaluation.
-
-    Raises
-    ------
-    ParamError
-        If the user overrides ``train`` or ``eval`` with a method that needs other arguments.
-    """
-    for name, part in module.named_modules():
-        for method, arguments in (("train", ()), ("train", (False,)), ("eval", ())):
-            if getattr(type(part), method) is getattr(torch.nn.Module, method):
-                continue
-            signature = inspect.signature(getattr(part, method))
-            try:
-                signature.bind(*arguments)
-            except TypeError:
-                raise ParamError(
-                    f"model: {type(part).__name__}.{method}{signature}"
-                    f"{f' of its part {name!r}' if name else ''} overrides "
-                    f"torch.nn.Module.{method}, which sets the mode of a module and is called "
-                    f"with{' mode' if method == 'train' else 'out arguments'}. Rename it."
-                ) from None
 
 
 def check_initialized(module: torch.nn.Module) -> None:
@@ -253,13 +227,7 @@ def _accepts(module: torch.nn.Module, count: int) -> bool:
 
 
 def check_fit(
-    module: torch.nn.Module,
-    loss: Loss | JointLoss | None,
-    tensors: TensorSpec,
-    columns: Columns,
-    metrics: Metrics | None = None,
-    validates: bool = True,
-    declares_state: bool = False,
+    module: torch.nn.Module, objective: Objective, columns: Columns, validates: bool = True
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model, its loss and its metrics.
 
@@ -273,18 +241,12 @@ def check_fit(
     ----------
     module : torch.nn.Module
         The model; not modified.
-    loss : Loss, JointLoss or None
-        The loss; None if the ranks create it.
-    tensors : TensorSpec
-        Conversion of columns to tensors.
+    objective : Objective
+        Loss and metrics; a loss that the ranks create is not tried.
     columns : Columns
         A few rows.
-    metrics : Metrics, optional
-        The metrics. Default: none.
     validates : bool
         Whether the fit validates.
-    declares_state : bool
-        Whether the param ``stateful`` lists the objects whose state the loss uses.
 
     Returns
     -------
@@ -297,30 +259,32 @@ def check_fit(
         If the columns do not fit the configured shapes, or the model cannot take the columns. Also
         if outputs and labels differ in number, or the loss or a metric cannot take them.
     """
-    batch = _batch(tensors, columns)
-    given = metrics or Metrics([], tensors.label_cols)
+    batch, tensors = _batch(objective.tensors, columns), objective.tensors
+    objective = replace(objective, loss_constructors=None, train_minibatch_fn=None)
     try:
-        # Loss modules may have state, functions may count in global variables, and both may refer
-        # to the module. Compiling it would take longer than running a few rows.
-        module, loss, given = copied((plain_module(module), loss, given))
+        # Loss modules may have state, and may refer to the module. Compiling it would take longer
+        # than running a few rows.
+        module, objective = copied((plain_module(module), objective))
     except Exception as error:
         log_untried(error)
         return []
-    objective = RankObjective(tensors, loss, given)
-    is_joint = isinstance(loss, JointLoss)
-    shapes = []
+    tried = objective.on_rank(torch.device("cpu"))
+    is_joint = isinstance(tried.loss, JointLoss)
+    shapes, has_loss = [], False
     with _called_in("evaluation"):
-        for raw in _try_call(module.eval(), tensors, batch):
+        for raw in _try_call(module, False, tensors, batch):
             shapes = _check_outputs(raw, tensors, batch)
             if validates or not is_joint:
-                _check_loss(objective, raw, batch, declares_state, None if is_joint else module)
-            if given.names != []:
+                has_loss = _check_loss(tried, raw, batch)
+            if tried.metrics.names != []:
                 aligned = tensors.align(raw, batch.labels)
-                _check_metrics(given, Evaluation(torch.zeros(()), *aligned, batch.rows))
+                _check_metrics(tried.metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
     if shapes and is_joint:
         with _called_in("training"):
-            for raw in _try_call(module.train(), tensors, batch):
-                _check_loss(objective, raw, batch, declares_state, module)
+            for raw in _try_call(module, True, tensors, batch):
+                has_loss = _check_loss(tried, raw, batch)
+    if has_loss:
+        _check_reduction(tried, batch, module)
     return shapes
 
 
@@ -334,10 +298,13 @@ def _called_in(mode: str) -> Iterator[None]:
         raise
 
 
-def _try_call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> list[Any]:
+def _try_call(
+    module: torch.nn.Module, trains: bool, tensors: TensorSpec, batch: Batch
+) -> list[Any]:
     """Return a list with the model's result; an empty list if the model cannot run here."""
     try:
         with torch_traceless():
+            module.train(trains)
             return [tensors.call(module, batch.inputs)]
     except Exception as error:
         if leave_to_ranks(error):
@@ -407,7 +374,7 @@ def check_own_step(
         with torch_traceless(), torch.enable_grad():
             set_optimizer_mode(optimizer, training=True)
             weights = StepWeights()
-            weights.start(batch.rows, passes=passes_per_step)
+            weights.start(batch.rows, batch.rows, passes_per_step)
             evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
     except Exception as error:
         if leave_to_ranks(error):
@@ -601,86 +568,34 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         ) from error
 
 
-def _check_loss(
-    objective: RankObjective,
-    raw: Any,
-    batch: Batch,
-    declares_state: bool,
-    module: torch.nn.Module | None,
-) -> None:
-    """Try a loss on what a model returned; with ``module``, also on halves of the rows.
+def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> bool:
+    """Try a loss on what a model returned, and return whether there is one that can run here.
 
     Raises
     ------
     ShapeError
         If the loss fails.
     ParamError
-        If the loss returns more than one number, or sums over the rows.
+        If the loss returns more than one number.
     DataError
         If a label is no class of the model.
     """
-    tensors, loss = objective.tensors, objective.loss
-    if loss is None:
-        return
-
-    def call() -> float:
-        return float(objective.evaluated(raw, batch).loss)
-
+    if objective.loss is None:
+        return False
     try:
         with torch_traceless():
             # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
-            call()
+            float(objective.evaluated(raw, batch).loss)
     except (ParamError, DataError):
         raise
     except Exception as error:
         if leave_to_ranks(error):
-            return
+            return False
         text = f"{type(error).__name__}: {error}"
-        joint = isinstance(loss, JointLoss)
-        failed = _joint_failed if joint else _pairs_failed
-        raise ShapeError(failed(text, raw, batch, tensors)) from error
-    if module is None or _depends_on_calls(call, loss, declares_state):
-        return
-    outputs, labels = objective.arranged(raw, batch.labels)
-    is_of_rows = True
-    try:
-        _rows_of(outputs, slice(1), batch.rows)
-    except TypeError:  # The model returned its losses.
-        is_of_rows = False
-
-    def parts_of(rows: slice) -> list[WeightedLoss]:
-        weights = None if batch.weights is None else batch.weights[rows]
-        named = {name: x[rows] for name, x in tensors.named(batch.inputs).items()}
-        some = Batch(Inputs(named), [y[rows] for y in labels], weights)
-        of_some = outputs
-        if is_of_rows:
-            of_some = _rows_of(outputs, rows, batch.rows)
-        else:
-            of_some = tensors.call(module, some.inputs)
-        return objective.parts(of_some, some.labels, weights, some)
-
-    _check_reduction(loss, batch.rows, parts_of, tensors.label_cols, warns=is_of_rows)
-
-
-def _rows_of(raw: Any, rows: slice, count: int) -> Any:
-    """Return some rows of what a module returned.
-
-    Raises
-    ------
-    TypeError
-        If it returned anything else than tensors with one entry per row.
-    """
-    if isinstance(raw, torch.Tensor) and raw.dim() and len(raw) == count:
-        return raw[rows]
-    if isinstance(raw, dict):
-        some = copy.copy(raw)
-        for name, value in raw.items():
-            some[name] = _rows_of(value, rows, count)
-        return some
-    if type(raw) in (list, tuple, Selected):
-        return type(raw)(_rows_of(value, rows, count) for value in raw)
-    raise TypeError
+        failed = _joint_failed if isinstance(objective.loss, JointLoss) else _pairs_failed
+        raise ShapeError(failed(text, raw, batch, objective.tensors)) from error
+    return True
 
 
 def _shapes_of(raw: Any) -> str:
@@ -727,34 +642,6 @@ def _pairs_failed(error: str, raw: Any, batch: Batch, tensors: TensorSpec) -> st
     )
 
 
-def _depends_on_calls(
-    call: Callable[[], float], loss: Loss | JointLoss, declares_state: bool
-) -> bool:
-    """Return whether a loss has state or is random; warn if checkpoints may lack its state."""
-    values = []
-    try:
-        for seed in (0, 0, 1):
-            with torch_traceless():
-                torch.manual_seed(seed)
-                values.append(call())
-    except Exception:
-        return False  # Training calls it with other values, so this is not an error.
-    first, *others = values
-    same = [math.isclose(first, value, rel_tol=1e-6, abs_tol=1e-9) for value in others]
-    if all(same) or not all(map(math.isfinite, values)):
-        return False
-    saved = StatefulObjects({"loss": loss.functions}, torch.nn.Module())
-    if not same[0] and not declares_state and not any(saved.items()):
-        logger.warning(
-            "loss: the loss of the same rows is %.6g and then %.6g, so it has state, such as a "
-            "count of its calls. Checkpoints do not hold this state, and a resumed run starts "
-            "without it. Keep it in an object that has state_dict() and load_state_dict(), such as "
-            "a buffer of a torch.nn.Module, and set stateful=[...] to the object.",
-            *values[:2],
-        )
-    return True
-
-
 def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
     """Try metrics, which this changes.
 
@@ -786,69 +673,45 @@ def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
             ) from error
 
 
-def _check_reduction(
-    loss: Loss | JointLoss,
-    rows: int,
-    parts_of: Callable[[slice], list[WeightedLoss]],
-    labels: Sequence[str],
-    warns: bool = True,
-) -> None:
+def _check_reduction(objective: RankObjective, batch: Batch, module: torch.nn.Module) -> None:
     """Compare each loss that counts as a mean over rows with the losses of both halves.
-
-    Parameters
-    ----------
-    loss : Loss or JointLoss
-        The losses.
-    rows : int
-        Rows of the trial.
-    parts_of : callable
-        Returns the losses of some of the rows.
-    labels : sequence of str
-        The label columns.
-    warns : bool
-        Whether to warn of a loss that is neither; not useful if the model draws random numbers.
 
     Raises
     ------
     ParamError
         If a loss is the sum of the losses of the halves.
     """
-    names = [f"label {name!r}" for name in labels]
+    tensors = objective.tensors
+
+    def losses_of(rows: slice) -> list[float | None]:
+        weights = None if batch.weights is None else batch.weights[rows]
+        inputs = Inputs({name: x[rows] for name, x in tensors.named(batch.inputs).items()})
+        some = Batch(inputs, [y[rows] for y in batch.labels], weights)
+        given = objective.arranged(tensors.call(module, some.inputs), some.labels)
+        parts = objective.parts(*given, weights, some)
+        return [float(part.value) if part.kind == "rows" else None for part in parts]
+
+    names = [f"label {name!r}" for name in tensors.label_cols]
     remedy = (
         "give a loss of torch with reduction='sum', such as functools.partial("
         "torch.nn.functional.mse_loss, reduction='sum')"
     )
-    if isinstance(loss, JointLoss):
+    if isinstance(objective.loss, JointLoss):
         names, remedy = ["the joint loss"], "set its attribute reduction='sum' if it is a module"
-    half = rows // 2
-    if not half:
-        return
-    try:
-        with torch_traceless():
-            slices = (slice(None), slice(half), slice(half, None))
-            full, *halves = map(parts_of, slices)
-    except Exception:
-        # Training passes only whole batches, so a failure on half a batch is not an error.
-        return
-    for name, part, *of_halves in zip(names, full, *halves, strict=True):
-        if part.kind != "rows":
-            continue
-        whole, first, second = (float(entry.value) for entry in (part, *of_halves))
-        reduction = reduction_of(whole, (first, second), (half, rows - half))
+    with torch_traceless():
+        module.eval()
+        of_rows = compare_halves(losses_of, batch.rows)
+        if not of_rows:  # The model may return losses in training mode only.
+            module.train()
+        found = of_rows or compare_halves(losses_of, batch.rows)
+    for name, reduction in zip(names, found, strict=False):
         if reduction == "sum":
             raise ParamError(
                 f"loss: expected a mean over rows for {name}, found a sum. Return a mean, or "
                 f"{remedy}."
             )
-        if reduction is None and warns:
-            logger.warning(
-                "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
-                "halves, %.6g and %.6g. Several ranks then do not train as one process. Return "
-                "{'loss': ..., 'denominator': ...} if it is a mean over something else than rows. "
-                "If it compares rows with each other, see 'Contrastive losses over the rows of all "
-                "ranks' in the page on torch.",
-                *(name, rows, whole, first, second),
-            )
+        if reduction == "other" and of_rows:
+            logger.warning(NO_MEAN, f"loss: for {name} the loss")
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:

@@ -107,7 +107,7 @@ class TorchFramework(Framework):
         if isinstance(model, torch.nn.Module):
             check_parameters(model, None)
         if not isinstance(model, torch.jit.ScriptModule):
-            check_sendable("model", model, Pickler)
+            check_sendable("model", self.settings.model, Pickler)
         optimizer = self.settings.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             check_sendable("optimizer", optimizer, Pickler)
@@ -148,15 +148,8 @@ class TorchFramework(Framework):
         tensors = settings.tensor_spec
         with autocast(settings.precision, "cpu"):
             tried = check_fit(
-                *(
-                    settings.model,
-                    settings.loss_function(),
-                    tensors,
-                    settings.delivered(columns),
-                    settings.named_metrics(),
-                ),
+                *(settings.model, settings.objective(), settings.delivered(columns)),
                 validates=settings.validation is not None,
-                declares_state=settings.stateful is not None,
             )
 
         def call(rows: int) -> Callable[[Any], Any]:

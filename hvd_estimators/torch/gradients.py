@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
@@ -41,8 +42,8 @@ class GradientAverager:
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
-    module is followed from its first step on. Optimizer classes are not modified. Of nested
-    backward passes, as of reentrant checkpoints, the outermost averages.
+    module is followed from its first step on. Optimizer classes are not modified. A backward pass
+    within another one, as of reentrant checkpoints, is an error.
 
     A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
     optimizer computes with the loss (LBFGS). All ranks must then decide alike.
@@ -87,7 +88,7 @@ class GradientAverager:
         self._losses = [loss for loss in losses if isinstance(loss, torch.nn.Module)]
         self._compression = compression
         self._every_parameter = every_parameter
-        self.weights = StepWeights(lambda: self._bucket_of, lambda: self.gradients)
+        self.weights = StepWeights(lambda: self._bucket_of)
         self._loss_in_step = loss_in_step
         self._others: list[torch.nn.Module] = []
         self._alone = current().size == 1
@@ -257,17 +258,11 @@ class GradientAverager:
             self._in_pass = True
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
-            _queue(self._end_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
-        bucket = self._bucket_of[parameter]
-        if bucket.in_flight:
-            raise RuntimeError(
-                "The gradient of a parameter came twice in one backward pass. Set "
-                "use_reentrant=False in calls of torch.utils.checkpoint."
-            )
-        bucket.waiting -= 1
+        self._bucket_of[parameter].waiting -= 1
         # A complete bucket waits for those before it, because the order is the same on all ranks.
         while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
             self._launch()
@@ -277,26 +272,22 @@ class GradientAverager:
         self._launched += 1
 
     def _end_pass(self) -> None:
-        """Average when the outermost of nested passes ends.
+        """Average when a pass ends.
 
-        ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a pass within a node of another.
+        Raises
+        ------
+        ParamError
+            If another pass contains it: the ranks would not average equally often.
         """
-        if not self._in_pass:
-            return
         outer: Any = torch._C._current_autograd_node()
-        following = [] if outer is None else [node for node, _ in outer.next_functions if node]
-        if not following:
+        if outer is not None:
+            raise ParamError(
+                "model: a backward pass runs within another one, as torch.utils.checkpoint does "
+                "with use_reentrant=True. Set use_reentrant=False; for a model of Hugging Face "
+                "call model.gradient_checkpointing_enable({'use_reentrant': False})."
+            )
+        if self._in_pass:
             self._reduce()
-            return
-        handles: list[Any] = []
-
-        def in_outer_pass(*_: Any) -> None:
-            if handles:
-                _queue(self._end_pass)
-            while handles:
-                handles.pop().remove()
-
-        handles += [node.register_prehook(in_outer_pass) for node in following]
 
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks."""
@@ -360,13 +351,7 @@ class GradientAverager:
             self._reduce()
         self._unused.difference_update(trained)
         self._averaged.difference_update(trained)
-        self.weights.stepped()
         self.steps += 1
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    """Call a function when the running backward pass ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _AveragedClosure(functools.partial[Any]):
@@ -405,11 +390,6 @@ class _Bucket:
         self._contexts: list[Any] = []
         self._missing: list[int] = []
         self._all_exist: torch.Tensor | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Return whether the gradients are being reduced."""
-        return self._wait is not None
 
     def finish(self) -> None:
         """Wait for the reduction, and set each gradient to the mean over the ranks."""

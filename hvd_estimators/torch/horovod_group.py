@@ -37,7 +37,7 @@ class HorovodGroup(dist.ProcessGroup):
     """Process group of all ranks of Horovod.
 
     Ranks must start the same operations in the same order. A thread waits for them, so that futures
-    complete without the caller. This package gives names to its own operations, which Horovod shows
+    complete without the caller. This package gives names to its own reductions, which Horovod shows
     in messages; their caller waits without that thread.
 
     Parameters
@@ -103,16 +103,14 @@ class HorovodGroup(dist.ProcessGroup):
         pairs = zip(tensors, outputs, strict=True)
         return self._work([self._reduce(own, output, op) for own, output in pairs])
 
-    def broadcast(self, tensors: Any, opts: Any, name: str | None = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Overwrite each tensor with the root's."""
-        return self._work([self._broadcast(own, opts.rootRank, name) for own in tensors], name)
+        return self._work([self._broadcast(own, opts.rootRank) for own in tensors])
 
-    def allgather(
-        self, outputs: Any, tensors: Any, opts: Any = None, name: str | None = None
-    ) -> Any:
+    def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Gather each tensor into one list of tensors."""
         pairs = zip(tensors, outputs, strict=True)
-        return self._work([self._gather(tensor, parts, name) for tensor, parts in pairs], name)
+        return self._work([self._gather(tensor, parts) for tensor, parts in pairs])
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """Gather a tensor into one tensor."""
@@ -208,15 +206,12 @@ class HorovodGroup(dist.ProcessGroup):
         self._counts[key] += 1
         return f"{key}.{self._counts[key] % _MOST_IN_FLIGHT}"
 
-    def _finishing(
-        self, handle: int, finish: Callable[[Any], None], given: str | None = None
-    ) -> Callable[[], None]:
+    def _finishing(self, handle: int, finish: Callable[[Any], None]) -> Callable[[], None]:
         def wait() -> None:
             try:
                 finish(self._hvd.synchronize(handle))
             finally:
-                if given is None:
-                    self._places.release()
+                self._places.release()
 
         return wait
 
@@ -239,21 +234,18 @@ class HorovodGroup(dist.ProcessGroup):
                 own = self.rank()
         return output, self._finishing(handle, lambda parts: _copy(output, parts[own]))
 
-    def _broadcast(self, tensor: torch.Tensor, root: int, given: str | None = None) -> Any:
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         with torch.inference_mode(False):
             sent = _bytes(tensor)
-            name = given or self._name("broadcast", sent)
-            handle = self._hvd.broadcast_async_(sent, root, name=name)
-        return tensor, self._finishing(handle, lambda part: _fill([tensor], part), given)
+            handle = self._hvd.broadcast_async_(sent, root, name=self._name("broadcast", sent))
+        return tensor, self._finishing(handle, lambda part: _fill([tensor], part))
 
-    def _gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], given: str | None = None
-    ) -> Any:
+    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Any:
         with torch.inference_mode(False):
             sent = _bytes(tensor)
-            name = given or self._name("allgather", sent, is_same_shape=False)
+            name = self._name("allgather", sent, is_same_shape=False)
             handle = self._hvd.allgather_async(sent, name=name)
-        finish = self._finishing(handle, lambda gathered: _fill(outputs, gathered), given)
+        finish = self._finishing(handle, lambda gathered: _fill(outputs, gathered))
         return (*outputs, tensor)[0], finish
 
     def _exchange(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any:
@@ -265,12 +257,8 @@ class HorovodGroup(dist.ProcessGroup):
         finish = self._finishing(handle, lambda received: _fill(outputs, received[0]))
         return outputs[0], finish
 
-    def _work(
-        self, started: Sequence[tuple[torch.Tensor, Callable[[], None]]], name: str | None = None
-    ) -> Any:
+    def _work(self, started: Sequence[tuple[torch.Tensor, Callable[[], None]]]) -> Any:
         """Return the work of operations that have started."""
-        if name is not None:
-            return _Waited([wait for _, wait in started])
         future: Any = torch.futures.Future()
 
         def finish() -> Sequence[torch.Tensor]:
@@ -293,18 +281,6 @@ class HorovodGroup(dist.ProcessGroup):
                 future.set_exception(error)
             else:
                 future.set_result(outputs)
-
-
-class _Waited:
-    """Operations that end when their caller waits for them."""
-
-    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
-        self._waits = waits
-
-    def wait(self) -> None:
-        """Wait for the operations."""
-        for wait in self._waits:
-            wait()
 
 
 def _unsupported(what: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from hvd_estimators.data.exact import check_labels
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
-from hvd_estimators.torch.loss_weights import WeightedLoss
+from hvd_estimators.torch.loss_weights import LossParts, WeightedLoss, as_stated
 
 LossFunction = Callable[..., Any]
 
@@ -65,29 +65,6 @@ def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.where(given > 0, given, 1.0)
 
 
-def as_stated(value: Any, source: str) -> tuple[Any, Any]:
-    """Split a loss value into the loss and its stated denominator, None for a plain loss.
-
-    Raises
-    ------
-    ParamError
-        If a dict with a denominator lacks the loss, or one of the two has the wrong type.
-    """
-    if not isinstance(value, Mapping) or "denominator" not in value:
-        return value, None
-    loss, denominator = value.get("loss"), value["denominator"]
-    if not isinstance(loss, torch.Tensor) or not isinstance(
-        denominator, (int, float, torch.Tensor)
-    ):
-        raise ParamError(
-            f"{source}: expected {{'loss': tensor, 'denominator': number}}, found "
-            f"{ {name: type(part).__name__ for name, part in value.items()} }."
-        )
-    if isinstance(denominator, torch.Tensor):
-        denominator = denominator.detach().reshape(()).double()
-    return loss, denominator
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Results of a model for a batch.
@@ -120,66 +97,6 @@ class Evaluation:
         if self.counted is not None:
             return self.counted
         return WeightedLoss(self.loss, self.rows).counted()[:, None]
-
-
-class LossParts:
-    """Sum of losses, each a mean over a batch.
-
-    Parameters
-    ----------
-    loss_weights : sequence of float
-        One weight per part.
-    """
-
-    def __init__(self, loss_weights: Sequence[float]) -> None:
-        self.loss_weights = list(loss_weights)
-
-    @property
-    def has_one_denominator(self) -> bool:
-        """Return whether all parts are divided by the same number."""
-        return len(self.loss_weights) == 1
-
-    def mean(self, parts: Sequence[WeightedLoss]) -> torch.Tensor:
-        """Return the loss of one batch alone."""
-        return self.weighted([part.mean for part in parts])
-
-    def weighted(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the labels' values, times their loss weights."""
-        terms = [
-            _as_scalar(value if weight == 1.0 else weight * value)
-            for weight, value in zip(self.loss_weights, values, strict=True)
-        ]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-
-    def scaled(self, parts: Sequence[WeightedLoss], factors: Sequence[Any]) -> torch.Tensor:
-        """Return the loss for a backward pass, given the factor of each label's loss."""
-        if all(part.kind == "rows" for part in parts):
-            loss = self.mean(parts)
-            return loss if factors[0] == 1.0 else loss * factors[0]
-        return self.weighted([p.value * f for p, f in zip(parts, factors, strict=True)])
-
-    def counted(self, parts: Sequence[WeightedLoss]) -> torch.Tensor:
-        """Return numerators and denominators in float64, for summing the loss of an epoch.
-
-        The shape is ``(2, 1)`` if all labels share a denominator, and ``(2, labels)`` otherwise. A
-        sum has the denominator 0.
-        """
-        if self.has_one_denominator and len(parts) > 1:
-            return WeightedLoss(self.mean(parts), parts[0].weight).counted()[:, None]
-        pairs = zip(parts, self.loss_weights, strict=True)
-        return torch.stack([part.counted(coefficient) for part, coefficient in pairs], dim=1)
-
-
-def _as_scalar(value: Any) -> torch.Tensor:
-    is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if is_tensor else f"{value!r:.80}"
-        raise ParamError(
-            f"loss: expected one number per batch, found {found}. Return a mean over rows, such as "
-            "losses.mean()."
-        )
-    scalar: torch.Tensor = value if value.dim() == 0 else value.reshape(())
-    return scalar
 
 
 class Loss(LossParts):

@@ -21,13 +21,18 @@ from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
     Loss,
-    LossParts,
-    as_stated,
     check_reduced,
     check_weightable,
     is_sum,
 )
-from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
+from hvd_estimators.torch.loss_weights import (
+    LossParts,
+    StepLoss,
+    StepWeights,
+    WeightedLoss,
+    as_stated,
+    measured,
+)
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import (
     AnyColumns,
@@ -215,9 +220,7 @@ class Objective:
             ]
             is_joint, weights = self.joint, self.loss_weights
             loss = JointLoss(on_device[0]) if is_joint else Loss(on_device, weights)
-        own_step, class_weight = self.train_minibatch_fn, self.class_weight
-        metrics = self.named_metrics
-        return RankObjective(self.tensors, loss, metrics, device, own_step, class_weight)
+        return RankObjective(self, loss, device)
 
 
 class RankObjective:
@@ -225,34 +228,24 @@ class RankObjective:
 
     Parameters
     ----------
-    tensors : TensorSpec
-        Conversion of columns to tensors.
+    given : Objective
+        The objective.
     loss : Loss, JointLoss or None
-        The loss; None if ``train_minibatch_fn`` computes its own.
-    metrics : Metrics
-        The metrics.
+        Its loss; None if ``train_minibatch_fn`` computes its own.
     device : torch.device
         The rank's device.
-    train_minibatch_fn, class_weight
-        See `Objective`.
     """
 
     def __init__(
-        self,
-        tensors: TensorSpec,
-        loss: Loss | JointLoss | None,
-        metrics: Metrics,
-        device: torch.device | None = None,
-        train_minibatch_fn: Callable[..., Any] | None = None,
-        class_weight: Mapping[int, float] | None = None,
+        self, given: Objective, loss: Loss | JointLoss | None, device: torch.device
     ) -> None:
-        self.tensors = tensors
+        self.tensors = given.tensors
+        self.metrics = given.named_metrics
         self.loss = loss
-        self._device = device or torch.device("cpu")
-        self._train_minibatch_fn = train_minibatch_fn
-        self._class_weight = class_weight
+        self._device = device
+        self._train_minibatch_fn = given.train_minibatch_fn
+        self._class_weight = given.class_weight
         self._step_loss: StepLoss | None = None
-        self.metrics = metrics
 
     @property
     def has_own_step(self) -> bool:
@@ -381,7 +374,7 @@ class RankObjective:
         step_loss: torch.Tensor | None = None
         if not isinstance(returned, Mapping):
             # The user's function may have divided or scaled the returned loss already.
-            loss, counted = loss_fn.computed or _measured(WeightedLoss(returned, batch.rows))
+            loss, counted = loss_fn.computed or measured(WeightedLoss(returned, batch.rows))
         elif loss_fn.computed is not None:
             loss, counted = loss_fn.computed
             if "denominator" in returned or returned["loss"] is not loss_fn.result:
@@ -392,14 +385,14 @@ class RankObjective:
                     "optimizer.step() in the function."
                 )
             assert loss_fn.result is not None
-            step_loss = loss_fn.result / weights.passes
+            step_loss = loss_fn.result
         else:
             value, stated = as_stated(returned, "train_minibatch_fn")
             part = WeightedLoss(returned["loss"], batch.rows)
             if stated is not None:
                 part = WeightedLoss(value, stated, "stated")
             step_loss = _step_loss(LossParts([1.0]), [part], weights.of_step([part]), outputs)
-            loss, counted = _measured(part)
+            loss, counted = measured(part)
         return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
 
     def _with_class_weights(self, batch: Batch) -> Batch:
@@ -448,97 +441,6 @@ class RankObjective:
             raise
 
 
-class StepLoss:
-    """Loss for a custom step, scaled to this rank's share of the global batch.
-
-    Parameters
-    ----------
-    loss : Loss, JointLoss or None
-        The user's losses.
-    parts : callable
-        Returns the weighted losses of outputs, labels and sample weights.
-    weights : StepWeights
-        Weights of the step's losses.
-
-    Attributes
-    ----------
-    computed : tuple or None
-        The newest loss of this batch alone, and its numerator and denominator.
-    scaled : tuple or None
-        The newest loss that was passed to `scale`, and the return value of `scale`.
-    result : torch.Tensor or None
-        The newest scaled loss.
-    """
-
-    def __init__(
-        self,
-        loss: LossParts | None,
-        parts: Callable[..., list[WeightedLoss]],
-        weights: StepWeights,
-    ) -> None:
-        self._loss = loss
-        self._parts = parts
-        self._weights = weights
-        self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.result: torch.Tensor | None = None
-
-    def __call__(self, outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-        """Return the loss of outputs and labels, given as lists or as bare tensors.
-
-        Lists have one tensor per label. A joint loss takes the model's return value and a list of
-        labels. The weights of a cross-entropy loss are summed over the ranks, so all ranks must
-        call equally often.
-        """
-        parts = self._parts(outputs, labels, weights)
-        assert self._loss is not None
-        is_divided = any(part.kind in ("targets", "stated") for part in parts)
-        if self._weights.passes > 1 and len(parts) > 1 and is_divided:
-            raise ParamError(
-                "train_minibatch_fn: with backward_passes_per_step, losses of several labels must "
-                "be divided by the same number. Set backward_passes_per_step=1, or losses that are "
-                "means over rows."
-            )
-        mean = self._loss.mean(parts)
-        if self._loss.has_one_denominator:
-            self.computed = mean, self._loss.counted(parts)
-        else:
-            self.computed = _measured(WeightedLoss(mean, self._weights.rows))
-        self.result = self._loss.scaled(parts, self._weights.of_call(parts))
-        return self.result
-
-    def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
-        """Scale a loss that the step computed itself, for its backward pass.
-
-        Parameters
-        ----------
-        loss : torch.Tensor
-            Loss of this rank's batch.
-        denominator : torch.Tensor or float, optional
-            Number of units in the loss's mean, such as tokens that count. Default: rows. The
-            denominators are summed over the ranks, so all ranks must call equally often.
-        """
-        part = WeightedLoss(loss, self._weights.rows)
-        if denominator is not None:
-            _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
-            part = WeightedLoss(loss, stated, "stated")
-        self.computed = loss, _measured(part)[1]
-        (factor,) = self._weights.of_call([part])
-        self.result = loss * factor
-        self.scaled = loss.detach(), self.result.detach()
-        return self.result
-
-    def in_step(self, returned: Any) -> Any:
-        """Return the contribution to the step, on this rank, of a loss that a closure returned.
-
-        A closure may return the loss that it passed to `scale`, or the scaled loss.
-        """
-        if self.scaled is None or returned is None:
-            return returned
-        given, scaled = self.scaled
-        return scaled if float(returned) == float(given) else returned
-
-
 def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.Tensor:
     """Return the class weight of each row; 1 for classes without a weight.
 
@@ -566,11 +468,6 @@ def _step_loss(
         # The mean of an empty batch may be NaN, and so may its gradient.
         return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
     return loss.scaled(parts, factors)
-
-
-def _measured(part: WeightedLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loss of this batch alone, and its numerator and denominator."""
-    return part.mean, part.counted()[:, None]
 
 
 def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:

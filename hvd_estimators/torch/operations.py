@@ -53,8 +53,6 @@ MOST_SECONDS = 365 * 86400.0
 _PUBLISH_SECONDS = 5.0
 # Up to these bytes of all ranks, Gloo gathers a tensor instead of reducing it: in half the steps.
 _MOST_DIRECT_BYTES = 2**18
-# Gathered tensors are padded to equal sizes, unless that would send much more.
-_MOST_PADDING_BYTES = 2**20
 
 
 class Places(NamedTuple):
@@ -159,7 +157,7 @@ class Collectives:
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
         waits = [
-            self._broadcast(tensor.detach(), 0, name)
+            self._broadcast(tensor.detach(), name)
             for name, tensor in tensors.items()
             if tensor.numel()
         ]
@@ -169,10 +167,6 @@ class Collectives:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.reduce(torch.zeros(1), "sum", "barrier")
-
-    def _named(self, name: str) -> dict[str, str]:
-        """Return the name as an argument for a process group whose operations have names."""
-        return {"name": name} if self._is_horovod else {}
 
     def _gather_counts(self, count: int, name: str) -> Callable[[], list[int]]:
         """Start a gather of one number per rank."""
@@ -201,10 +195,10 @@ class Collectives:
         options.reduceOp = _OPS[op]
         return self._waiting(self._group.allreduce([tensor], options), tensor, name)
 
-    def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
+    def _broadcast(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        work = self._group.broadcast([tensor], options, **self._named(name))
+        options.rootRank = options.rootTensor = 0
+        work = self._group.broadcast([tensor], options)
         return self._waiting(work, tensor, name)
 
     def _gather_equal(
@@ -213,7 +207,7 @@ class Collectives:
         """Start a gather of tensors with the same shape on all ranks."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
-        work = self._group.allgather([parts], [tensor], **self._named(name))
+        work = self._group.allgather([parts], [tensor])
         wait = self._waiting(work, tensor, name)
 
         def finish() -> Sequence[torch.Tensor]:
@@ -227,25 +221,12 @@ class Collectives:
         most, row = max(rows), tensor.shape[1:]
         if not most or not row.numel():
             return tensor.new_empty((sum(rows), *row))
-        padding = (most * self.size - sum(rows)) * row.numel() * tensor.element_size()
-        if padding <= _MOST_PADDING_BYTES:
-            padded = tensor
-            if tensor.shape[0] < most:
-                padded = tensor.new_zeros((most, *row))
-                padded[: tensor.shape[0]] = tensor
-            parts = self._gather_equal(padded, name)()
-            return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
-        gathered = tensor.new_empty((sum(rows), *row))
-        own_parts = gathered.split(list(rows))
-        own_parts[self.rank].copy_(tensor)
-        waits = [
-            self._broadcast(part, root, f"{name}.{root}")
-            for root, part in enumerate(own_parts)
-            if part.numel()
-        ]
-        for wait in waits:
-            wait()
-        return gathered
+        padded = tensor
+        if tensor.shape[0] < most:
+            padded = tensor.new_zeros((most, *row))
+            padded[: tensor.shape[0]] = tensor
+        parts = self._gather_equal(padded, name)()
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
     def _waiting(self, work: Any, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         """Return a function that waits for an operation and holds its tensor until then."""

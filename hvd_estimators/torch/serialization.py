@@ -7,13 +7,12 @@ driver sends what a rank trains as one document, and rank 0 returns one.
 
 from __future__ import annotations
 
-import copy
 import copyreg
 import functools
 import importlib
+import inspect
 import io
 import logging
-import operator
 import os
 import pickle
 import sys
@@ -45,32 +44,22 @@ class Pickler(cloudpickle.Pickler):
     """Pickler like cloudpickle's that also takes torch's special modules, and whole optimizers.
 
     - Parametrized modules (``weight_norm``, ``spectral_norm``) have a generated class that raises.
-    - TorchScript is saved as TorchScript; an optimizer gets the parameters of the loaded script.
-    - A ``torch.compile`` module whose options cannot be pickled is replaced by the plain module.
-    - torch drops the attributes of optimizers that it does not know, and their step hooks.
+    - TorchScript is saved as TorchScript.
+    - torch drops the attributes of optimizers that it does not know.
     """
 
     shared: Mapping[int, tuple[str, str]] = {}
     """Module and variable of objects that the receiver imports, by id."""
-    takes_step_hooks = True
-
-    def __init__(self, file: Any, protocol: int | None = None, **options: Any) -> None:
-        super().__init__(file, protocol, **options)
-        # Parts of scripts by id: the script, and the part's name.
-        self._of_scripts: dict[int, tuple[Any, str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
-        if id(obj) in self._of_scripts:
-            return _part, self._of_scripts[id(obj)]
         if id(obj) in self.shared:
             return _variable, self.shared[id(obj)]
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
-            # Hooks are pickled as state, because they may refer to the optimizer.
             make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-            return make, (type(obj),), self._optimizer_state(obj), None, None, _set_optimizer_state
+            return make, (type(obj),), _optimizer_state(obj), None, None, _set_optimizer_state
         if isinstance(obj, FunctionType) and _calls_hooks(obj):
             return _itself, (obj.__wrapped__,)  # type: ignore[attr-defined]
         if isinstance(obj, MethodType) and _calls_hooks(obj.__func__):
@@ -79,18 +68,9 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_module(self, module: torch.nn.Module) -> Any:
         if isinstance(module, torch.jit.ScriptModule):
-            for parts in (module.named_modules, module.named_parameters, module.named_buffers):
-                self._of_scripts.update((id(p), (module, name)) for name, p in parts() if name)
             buffer = io.BytesIO()
             torch.jit.save(module, buffer)
             return _load_script, (buffer.getvalue(),)
-        if plain_module(module) is not module and not _sends_options(module):
-            return _itself, (plain_module(module),)
-        if "_compile_kwargs" in vars(module):
-            # With Lightning, torch.compile stores its arguments on the module it compiles.
-            module = copy.copy(module)
-            del vars(module)["_compile_kwargs"]
-            return module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if parametrize.is_parametrized(module):
             kind = parametrize.type_before_parametrizations(module)
             # In Python 3.11 and later, all objects have __getstate__.
@@ -99,19 +79,12 @@ class Pickler(cloudpickle.Pickler):
             return _parametrized, (kind, tuple(tensors)), get_state(module)
         return super().reducer_override(module)
 
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return an optimizer's attributes with the user's ``step`` and step hooks."""
-        base = torch.optim.Optimizer([torch.zeros(1)], {})
-        left_out = vars(base).keys() - base.__getstate__().keys() | {"step"}
-        if self.takes_step_hooks:
-            left_out -= {*_STEP_HOOKS}
-        state = {name: value for name, value in vars(optimizer).items() if name not in left_out}
-        step = _users_step(optimizer)
-        return state if step is None else {**state, "step": step}
 
-
-def _part(script: Any, name: str) -> Any:
-    return operator.attrgetter(name)(script)
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes without hooks, and without a scheduler's ``step``."""
+    base = torch.optim.Optimizer([torch.zeros(1)], {})
+    left_out = vars(base).keys() - base.__getstate__().keys() | {"step"}
+    return {name: value for name, value in vars(optimizer).items() if name not in left_out}
 
 
 def _variable(module: str, name: str) -> Any:
@@ -124,21 +97,6 @@ def _itself(value: T) -> T:
 
 def _load_script(document: bytes) -> Any:
     return torch.jit.load(io.BytesIO(document), map_location="cpu")
-
-
-def _sends_options(module: torch.nn.Module) -> bool:
-    """Return whether the options of a ``torch.compile`` module can be pickled; warn if not."""
-    try:
-        cloudpickle.dumps(getattr(module, "dynamo_ctx", None))
-    except Exception as error:
-        logger.warning(
-            "model: the options of torch.compile cannot be sent to other processes (%s: %s). "
-            "They run the module without compiling it.",
-            type(error).__name__,
-            error,
-        )
-        return False
-    return True
 
 
 def _calls_hooks(function: Any) -> bool:
@@ -162,17 +120,6 @@ def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
     kind, base = type(optimizer), torch.optim.Optimizer
     is_of_torch = kind.__getstate__ is base.__getstate__ or kind.__setstate__ is base.__setstate__
     return is_of_torch and kind.__reduce_ex__ is base.__reduce_ex__
-
-
-def _users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """Return the ``step`` that the user has set on an optimizer, without a scheduler's wrapper."""
-    step: Any = vars(optimizer).get("step")
-    while hasattr(step, "_wrapped_by_lr_sched"):
-        function = step.__wrapped__
-        if function is type(optimizer).step:
-            return None
-        step = MethodType(function, optimizer)
-    return step
 
 
 def _set_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -204,13 +151,20 @@ def plain_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Check that an optimizer has only parameters of the module, and that these have no hooks.
+    """Check that an optimizer has only parameters of the module, and that neither has hooks.
 
     Raises
     ------
     ParamError
-        If the optimizer holds another parameter, or a parameter has a hook.
+        If the optimizer holds another parameter, or if torch would not send a hook of a parameter
+        or an optimizer, or a ``step`` that is not of the optimizer's class. Also if the optimizer
+        is one of TorchScript.
     """
+    if optimizer is not None and isinstance(module, torch.jit.ScriptModule):
+        raise ParamError(
+            "model: found TorchScript, whose parameters an optimizer cannot share in another "
+            "process. Train the module that it was made of. TorchModel predicts with TorchScript."
+        )
     own = {id(p): (name, p) for name, p in plain_module(module).named_parameters()}
     for name, parameter in own.values():
         tables = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -220,7 +174,19 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
                 "parameters to other processes. Register the hook on the ranks, in a callback's "
                 f"on_train_begin(), such as module.get_parameter({name!r}).register_hook(...)."
             )
-    for group in [] if optimizer is None else optimizer.param_groups:
+    if optimizer is None:
+        return
+    step = vars(optimizer).get("step", type(optimizer).step)
+    # A scheduler wraps the step of the class.
+    is_of_class = inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
+    if not is_of_class or any(getattr(optimizer, table, None) for table in _STEP_HOOKS):
+        found = "a step hook" if is_of_class else "a replaced step()"
+        raise ParamError(
+            f"optimizer: the object has {found}, which torch does not send to other processes. "
+            "Define step() in a class, or register hooks on the ranks, in a callback's "
+            "on_train_begin(), such as optimizer.register_step_post_hook(...)."
+        )
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in own:
                 raise ParamError(
@@ -237,7 +203,7 @@ def dump_module(module: Any) -> bytes:
     """Serialize a module, or a tuple of objects that share one, by value.
 
     After loading, a ``torch.compile`` module is compiled again at its first call, with the same
-    options. If the options cannot be pickled, the plain module is loaded instead.
+    options.
     """
     buffer = io.BytesIO()
     _write(module, buffer)
@@ -273,7 +239,11 @@ def module_payload(module: torch.nn.Module, *others: Any) -> bytes | LocalFile:
     return module_file(content)
 
 
-def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any:
+def load_module(
+    document: bytes | os.PathLike[str],
+    mapped: bool = False,
+    unpickler: type[pickle.Unpickler] = unpickle_imports.Unpickler,
+) -> Any:
     """Load what `dump_module`, `module_file` or `module_payload` wrote, on the CPU.
 
     Parameters
@@ -283,7 +253,10 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
     mapped : bool
         Memory-map the tensors of a file instead of reading them. Processes that load the same file
         then share one copy, until a process changes a tensor.
+    unpickler : type
+        Loads the objects.
     """
+    module: Any = SimpleNamespace(__name__=__name__, Unpickler=unpickler)
     is_bytes = isinstance(document, bytes)
     source: Any = io.BytesIO(document) if isinstance(document, bytes) else os.fspath(document)
     return _received(
@@ -291,20 +264,17 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
             source,
             map_location="cpu",
             weights_only=False,
-            pickle_module=unpickle_imports,
+            pickle_module=module,
             mmap=mapped and not is_bytes,
         )
     )
 
 
-def _write(
-    value: Any, file: IO[bytes], shared: Iterable[Any] = (), step_hooks: bool = True
-) -> None:
+def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
     variables = {key: variable for key, variable in found if variable is not None}
-    options = {"shared": variables, "takes_step_hooks": step_hooks}
-    kind = type("ConfiguredPickler", (Pickler,), options)
+    kind = type("SharingPickler", (Pickler,), {"shared": variables})
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -341,32 +311,17 @@ class _TensorPickler(Pickler):
     ----------
     file : file
         For the pickle.
-    tensors : dict of str to torch.Tensor
+    tensors : mapping of str to torch.Tensor
         Tensors by name.
-    collects : bool
-        Whether to add all other tensors to ``tensors``.
     """
 
-    def __init__(self, file: IO[bytes], tensors: dict[str, torch.Tensor], collects: bool) -> None:
+    def __init__(self, file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._tensors = tensors
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._collects = collects
 
     def persistent_id(self, obj: Any) -> str | None:
         """Return the name of a tensor. Called by pickle."""
-        name = self._names.get(id(obj))
-        is_plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
-        if name is None and self._collects and is_plain and id(obj) not in self._of_scripts:
-            name = self._names[id(obj)] = str(len(self._names))
-            self._tensors[name] = obj
-        return name
-
-
-def _dump(value: Any, tensors: dict[str, torch.Tensor], collects: bool) -> bytes:
-    buffer = io.BytesIO()
-    _TensorPickler(buffer, tensors, collects).dump(_sent(value))
-    return buffer.getvalue()
+        return self._names.get(id(obj))
 
 
 class _TensorUnpickler(unpickle_imports.Unpickler):
@@ -378,17 +333,11 @@ class _TensorUnpickler(unpickle_imports.Unpickler):
         return self._tensors[pid]
 
 
-class _Copier(_TensorUnpickler):
-    """Unpickler that copies the classes of scripts and notebooks, with the globals they use."""
-
-    def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-        *given, _, extra = args
-        return make(*given, None, extra)
-
-
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
     """Serialize an optimizer of any class, with the names of the module's parameters."""
-    return _dump(optimizer, dict(plain_module(module).named_parameters()), collects=False)
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, dict(plain_module(module).named_parameters())).dump(_sent(optimizer))
+    return buffer.getvalue()
 
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -398,21 +347,21 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
     return optimizer
 
 
+class _Copier(unpickle_imports.Unpickler):
+    """Unpickler that copies the classes of scripts and notebooks, with the globals they use."""
+
+    def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+        *given, _, extra = args
+        return make(*given, None, extra)
+
+
 def copied(value: T) -> T:
     """Return a copy of a value, preserving references between its objects.
 
     Unlike `copy.deepcopy`, this function copies functions and classes of scripts, modules with
     computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    document = _dump(value, tensors, collects=True)
-    memo: dict[int, Any] = {}
-    # torch cannot deepcopy tensors that are computed from others.
-    copies = {
-        name: copy.deepcopy(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
-        for name, tensor in tensors.items()
-    }
-    loaded: T = _received(_Copier(document, copies).load())
+    loaded: T = load_module(dump_module(value), unpickler=_Copier)
     return loaded
 
 
@@ -552,7 +501,7 @@ def trained_file(
 ) -> LocalFile:
     """Write a trained module and the objects that share it to a file. Runs on the ranks.
 
-    The file has the weights alone if the module cannot be pickled.
+    The file has the weights alone if an object cannot be pickled.
 
     Parameters
     ----------
@@ -563,28 +512,25 @@ def trained_file(
     further : mapping
         Tensors and plain values.
     others : tuple
-        Further objects, such as the optimizer; left out if they cannot be pickled.
+        Further objects, such as the optimizer.
     """
     module = module.cpu()
     local = LocalFile()
-    lost: list[str] = []
-    for objects in ((module, *others), (module,)):
-        try:
-            # Ranks, and callbacks on them, have registered step hooks.
-            with open(local.path, "wb") as file:
-                _write({**further, "objects": objects, "lost": lost}, file, step_hooks=False)
-            return local
-        except Exception as error:
-            failure, lost = error, [f"{type(error).__name__}: {error}"]
-    inner = plain_module(module)
-    weights = inner.state_dict()
+    try:
+        # Ranks, and callbacks on them, have registered step hooks.
+        with open(local.path, "wb") as file:
+            _write({**further, "objects": (module, *others)}, file)
+        return local
+    except Exception as error:
+        failure = error
+    weights = plain_module(module).state_dict()
     if weights.keys() != plain_module(given()).state_dict().keys():
         raise failure
     # The user's extra state may be of any type.
     weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    content = {**further, "model": weights, "lost": _unpicklable(inner) or lost}
+    lost = f"{type(failure).__name__}: {failure}"
     with open(local.path, "wb") as file:
-        _write(content, file)
+        _write({**further, "model": weights, "lost": lost}, file)
     return local
 
 
@@ -605,41 +551,20 @@ def load_trained(
     module : torch.nn.Module
         The trained module.
     content : dict
-        The values. ``others`` has the further objects, and is empty if they could not be pickled.
+        The values. ``others`` has the further objects, and is empty if one cannot be pickled.
     """
     content: dict[str, Any] = load_module(state)
-    has_module = "objects" in content
-    if content["lost"]:
-        logger.warning(
-            "The trained %s cannot be pickled because of %s. The returned model has the trained "
-            "weights. Its other %s are those from before training.",
-            "optimizer, loss or metrics" if has_module else "module",
-            ", ".join(content["lost"]),
-            "objects" if has_module else "attributes",
-        )
-    if has_module:
+    if "objects" in content:
         module, *content["others"] = content["objects"]
         return module, content
+    logger.warning(
+        "The trained model, optimizer, loss or metrics cannot be pickled (%s). The returned model "
+        "has the trained weights, and otherwise the attributes from before training.",
+        content["lost"],
+    )
     module = given()
     plain_module(module).load_state_dict(content["model"], strict=False)
     return module, {**content, "others": []}
-
-
-def _unpicklable(module: torch.nn.Module) -> list[str]:
-    """Return the names of attributes that cannot be pickled."""
-    names = []
-    managed = vars(torch.nn.Module())
-    for prefix, part in module.named_modules():
-        # A LightningModule's state does not contain its Trainer.
-        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
-        for name, value in dict(state).items():
-            if name in managed:
-                continue
-            try:
-                cloudpickle.dumps(value)
-            except Exception:
-                names.append(f"{prefix}.{name}" if prefix else name)
-    return names
 
 
 def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, Any]:

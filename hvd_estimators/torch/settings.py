@@ -17,11 +17,9 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.torch.collate import make_collate
-from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.metrics import Metrics
-from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.objective_args import (
-    loss_weights,
     losses,
     make_objective,
     metric_groups,
@@ -121,15 +119,6 @@ class TorchSettings(Settings):
             upstream_names=self.upstream_names,
             class_weight=self.class_weight,
         )
-
-    def loss_function(self) -> Loss | JointLoss | None:
-        """Return the loss; None if the ranks create it."""
-        functions = self.losses_in("loss")
-        if functions is None:
-            return None
-        if self.is_joint:
-            return JointLoss(functions[0])
-        return Loss(functions, loss_weights(self.loss_weights, len(self.label_cols)))
 
     def losses_per_label(self, name: str) -> list[Any]:
         """Return a param's callables, one per label; a single callable serves all labels."""

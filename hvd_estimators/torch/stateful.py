@@ -28,7 +28,7 @@ _PLAIN = (
 )
 _DICTS = (dict, collections.OrderedDict)
 _LISTS = (list, tuple)
-_MANAGED = frozenset(vars(torch.nn.Module())) | {"_compile_kwargs"}
+_MANAGED = frozenset(vars(torch.nn.Module()))
 
 
 class StatefulObjects:

@@ -26,26 +26,6 @@ def synchronizing_on_cpus() -> Iterator[None]:
         _layer.forward = before
 
 
-@contextlib.contextmanager
-def synchronized_layers(module: torch.nn.Module) -> Iterator[None]:
-    """Replace a module's batch normalization by `torch.nn.SyncBatchNorm` until the block ends."""
-    before = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
-    }
-    _layer.convert_sync_batchnorm(module)
-    try:
-        yield
-    finally:
-        for name, layer in before.items():
-            trained = module.get_submodule(name)
-            for key, value in (*trained.named_parameters(), *trained.named_buffers()):
-                setattr(layer, key, value)
-            parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, layer.train(trained.training))
-
-
 def _forward(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     is_synchronized = layer.training and dist.is_initialized()
     if rows.device.type != "cpu" or not is_synchronized:

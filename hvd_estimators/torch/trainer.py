@@ -30,6 +30,7 @@ from hvd_estimators.torch.collectives import (
     weight_digests,
 )
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
 from hvd_estimators.torch.optimizer_step import (
@@ -48,7 +49,6 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.spec import (
     EpochMetrics,
     TrainResult,
@@ -240,11 +240,9 @@ class _Trainer:
             self.progress,
             self.checkpoints.writer,
         ):
-            batches = WeightedBatches(
+            batches = StepBatches(
                 tensor_batches(data.train_chunks(), self.device, data.num_train_batches()),
                 data.global_train_sizes(),
-                self.size,
-                self.num_micro_batches,
                 sum_over_ranks,
             )
             self._start_training()
@@ -281,7 +279,7 @@ class _Trainer:
             weight_digests=digests,
         )
 
-    def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
+    def _run_epoch(self, epoch: int, batches: StepBatches, data: DataModule) -> EpochMetrics:
         train, done = self._start_epoch(epoch)
         self.progress.start_epoch(epoch, done)
         set_optimizer_mode(self.optimizer, training=True)
@@ -343,7 +341,7 @@ class _Trainer:
         self._callbacks("on_epoch_begin", epoch=epoch)
 
     def _train_epoch(
-        self, epoch: int, batches: WeightedBatches, metric_sums: MetricSums, done: int
+        self, epoch: int, batches: StepBatches, metric_sums: MetricSums, done: int
     ) -> None:
         if not self.objective.has_own_step:
             # A parameter that was added to the optimizer since the last epoch may have a gradient.
@@ -351,24 +349,24 @@ class _Trainer:
         batch_passes = self.spec.data.passes_per_batch
         steps = self.spec.data.train_steps_per_epoch * batch_passes
         for first in range(done * batch_passes, steps, self.num_micro_batches):
-            window = batches.next_window(min(self.num_micro_batches, steps - first))
+            window, rows = batches.next_step(min(self.num_micro_batches, steps - first))
             parts = list(_parts(window, first))
-            totals = self.objective.totals([columns for _, columns, _ in parts])
+            totals = self.objective.totals([columns for _, columns in parts])
             losses, steps_before = [], self.averager.steps
             end = first + len(window)
             # The last batch of an epoch gets a number after which the user's function steps.
             skipped = self.num_micro_batches - len(window)
             if self.user_steps and skipped:
                 self.averager.drop_used_gradients()
-            for number, (index, columns, factor) in enumerate(parts, start=1):
+            for number, (index, columns) in enumerate(parts, start=1):
                 self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 is_last = number == len(parts)
                 self.averager.weights.start(
                     batch.rows,
-                    factor,
+                    rows,
+                    self.num_micro_batches,
                     ranks=self.size,
-                    passes=self.num_micro_batches,
                     totals=totals,
                     is_last=is_last,
                 )
@@ -412,7 +410,7 @@ class _Trainer:
             with self.step.autocast():
                 evaluation = self.objective.evaluate(self.module, batch, weights)
         if evaluation.step_loss is not None:
-            self.step.scaled(evaluation.step_loss).backward()
+            self.step.scaled(evaluation.step_loss / weights.passes).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)
@@ -444,8 +442,7 @@ class _Trainer:
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):
-            window = zip(itertools.islice(batches, steps), itertools.repeat(1.0))
-            for _, columns, _ in _parts(window):
+            for _, columns in _parts(itertools.islice(batches, steps)):
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
@@ -500,22 +497,11 @@ class _Trainer:
                 method(**arguments)
 
 
-def _parts(window: Iterable[tuple[Any, float]], first: int = 0) -> Iterator[tuple[int, Any, float]]:
-    """Yield the parts of some batches, each with its batch's number and its own factor.
-
-    Parameters
-    ----------
-    window : iterable of tuple
-        Batches and their factors, see `WeightedBatches`.
-    first : int
-        Number of the first batch.
-    """
-    for index, (columns, factor) in enumerate(window, start=first):
-        if isinstance(columns, CollatedBatch) and columns.parts:
-            for part in columns.parts:
-                yield index, part, factor * part.rows / columns.rows
-        else:
-            yield index, columns, factor
+def _parts(batches: Iterable[Any], first: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield the parts of some batches, each with its batch's number, of which one is ``first``."""
+    for index, columns in enumerate(batches, start=first):
+        for part in columns.passes if isinstance(columns, CollatedBatch) else [columns]:
+            yield index, part
 
 
 def _are_rows(outputs: Sequence[Any], rows: int) -> bool:

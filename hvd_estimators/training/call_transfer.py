@@ -28,7 +28,6 @@ from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.files import CHUNK_BYTES, copy_from, digest_of, fetch
 from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.store.storage_errors import naming_full_disk
-from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 
 logger = logging.getLogger(__name__)
@@ -85,7 +84,6 @@ def train_stored(call: StoredCall) -> TrainResult:
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)
         *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
-    gather_timeline(spec.store, spec.run.logs_path)
     if call.fence is not None:
         spec = replace(spec, checkpoints=replace(spec.checkpoints, fence=call.fence))
     result: TrainResult = train(spec)
@@ -111,21 +109,15 @@ def train_stored(call: StoredCall) -> TrainResult:
 class CallTransfer:
     """The transferred files of one fit, as a context manager that deletes them. Runs on the driver.
 
-    After a failure, a trained state is not deleted if the run has no checkpoint. The error then
-    contains the path of the state.
-
     Parameters
     ----------
     spec : TrainSpec
         Specification for the trainer.
-    reader : str
-        Name of the function with which a user can open a trained state, for the message.
     """
 
-    def __init__(self, spec: TrainSpec, reader: str) -> None:
+    def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
         self._store = spec.store
-        self._reader = reader
         self._folder = f"{spec.run.run_path}/{_PREFIX}{uuid.uuid4().hex}"
         self._state_path = f"{self._folder}/state"
 
@@ -134,12 +126,7 @@ class CallTransfer:
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         with _logged("The files of a fit could not be deleted"):
-            if exc is None or not self._is_only_copy():
-                self._store.delete(self._folder)
-            else:
-                for name in self._store.names(self._folder):
-                    if name != posixpath.basename(self._state_path):
-                        self._store.delete(f"{self._folder}/{name}")
+            self._store.delete(self._folder)
 
     def delete_others(self) -> None:
         """Delete files of earlier fits that were killed; for a run that has checkpoints."""
@@ -175,7 +162,7 @@ class CallTransfer:
 
     @contextlib.contextmanager
     def describing_saved_state(self, *, trained: bool) -> Iterator[None]:
-        """Add the path of the saved state, and how to load it, to errors of the block.
+        """Add the run's newest checkpoint, and how to load it, to errors of the block.
 
         Parameters
         ----------
@@ -190,13 +177,8 @@ class CallTransfer:
             if hint:
                 _append(error, hint)
             raise
-        except (KeyboardInterrupt, SystemExit):
-            hint = self._hint()
-            if hint:
-                logger.warning("%s", hint)
-            raise
-        except Exception as error:
-            if not trained:
+        except BaseException as error:
+            if not (trained and isinstance(error, Exception)):
                 hint = self._hint()
                 if hint:
                     logger.error("%s", hint)
@@ -206,14 +188,10 @@ class CallTransfer:
                 f"trained state ({type(error).__name__}: {error}). {self._hint()}".rstrip()
             ) from error
 
-    def _is_only_copy(self) -> bool:
-        has_checkpoint = bool(positions(self._store, self._spec.run))
-        return not has_checkpoint and self._store.exists(self._state_path)
-
     def _hint(self) -> str:
-        """Return the path of the saved state, for a message; empty if there is none."""
+        """Return the path of the newest checkpoint, for a message; empty if there is none."""
         run = self._spec.run
-        with _logged("The saved state could not be looked up in the store"):
+        with _logged("The run's checkpoints could not be looked up in the store"):
             checkpoints = positions(self._store, run)
             if checkpoints:
                 return (
@@ -221,13 +199,6 @@ class CallTransfer:
                     f"{checkpoint_path(run, checkpoints[-1])!r}. fit() with that run_id and "
                     "otherwise the same params resumes there and repeats no completed epoch; "
                     f"hvd_estimators.load_checkpoint(store, run_id={run.run_id!r}) opens it."
-                )
-            if self._store.exists(self._state_path):
-                return (
-                    f"The trained state is saved as run_id={run.run_id!r}, in "
-                    f"{self._state_path!r}, which {self._reader} opens. The store keeps no "
-                    "checkpoints (save_runs=False): this file is the only copy, and is never "
-                    "deleted automatically."
                 )
         return ""
 

@@ -1,64 +1,14 @@
-"""The Horovod session of a rank: initialisation, seeds and timeline."""
+"""The Horovod session of a rank: initialisation and seeds."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import multiprocessing
-import os
 import random
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from hvd_estimators.store.base import Store
-
-logger = logging.getLogger(__name__)
-
-
-_TIMELINE_VARIABLE = "HOROVOD_TIMELINE"
-# With this value, the user's own code selects the file and the time.
-_TIMELINE_ON_CALL = "DYNAMIC"
-
-
-def gather_timeline(store: Store, logs_path: str | None) -> None:
-    """Copy Horovod's timeline to the run's logs when this process ends.
-
-    Call this before ``hvd.init()``. Horovod registers an exit function that writes the end of the
-    file. Functions that were registered earlier are called later.
-
-    Parameters
-    ----------
-    store : Store
-        Store of the logs.
-    logs_path : str or None
-        Directory of the logs; None if the store keeps no runs.
-    """
-    path = os.environ.get(_TIMELINE_VARIABLE)
-    # Horovod's rank 0 writes the events of all ranks. The other ranks write nothing.
-    if not path or path == _TIMELINE_ON_CALL or os.environ.get("HOROVOD_RANK", "0") != "0":
-        return
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("%s: %r cannot be written: %s", _TIMELINE_VARIABLE, path, error)
-    if logs_path is not None:
-        atexit.register(_copy, os.path.abspath(path), store, logs_path)
-
-
-def _copy(path: str, store: Store, logs_path: str) -> None:
-    try:
-        number = 0
-        while store.exists(target := f"{logs_path}/timeline{f'-{number}' if number else ''}.json"):
-            number += 1  # of a resumed run
-        with open(path, "rb") as file, store.open_atomic(target) as stored:
-            shutil.copyfileobj(file, stored, 2**20)
-    except OSError as error:
-        logger.warning("%s: %r is not in the run's logs: %s", _TIMELINE_VARIABLE, path, error)
 
 
 @contextlib.contextmanager

@@ -1,72 +1,29 @@
-"""Weights in training: of batches in a step over all ranks, and of classes.
+"""How a loss reduces rows, and class weights.
 
 Imports no PySpark.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvd_estimators.data.arrays import Array, num_rows
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ShapeError
-from hvd_estimators.loading.collate import CollatedBatch
 
+logger = logging.getLogger(__name__)
 
-class WeightedBatches:
-    """Training batches, each with the factor by which its rank's gradient is weighted.
-
-    The number of rows determines a batch's weight, even if there are sample weights: a loss is
-    ``sum(weight * loss) / rows``. Take the mean over ranks of ``factor * gradient(loss of the
-    batch)``, sum it over the batches of a step, and divide by their number. The result is the
-    gradient of the loss over all rows of the step. The factor is 1 if all batches have the same
-    number of rows.
-
-    Parameters
-    ----------
-    batches : iterator of mapping or CollatedBatch
-        The rank's batches, in the form of any framework: column name to rows.
-    global_sizes : iterator of int, or None
-        Rows of each batch over all ranks, see `DataModule.global_train_sizes`.
-    size : int
-        Number of ranks.
-    passes_per_step : int
-        Batches per optimizer step.
-    sum_over_ranks : callable
-        Sums one number per rank, exactly in 64 bits. All ranks call it in the same steps, and only
-        if a user's data module does not provide ``global_sizes``.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Mapping[str, Any] | CollatedBatch],
-        global_sizes: Iterator[int] | None,
-        size: int,
-        passes_per_step: int,
-        sum_over_ranks: Callable[[float], float],
-    ) -> None:
-        self._batches = batches
-        self._sizes = global_sizes
-        self._size = size
-        self._passes = passes_per_step
-        self._sum_over_ranks = sum_over_ranks
-
-    def next_window(self, count: int) -> list[tuple[Any, float]]:
-        """Return the batches of the next optimizer step, each with its factor."""
-        window = list(itertools.islice(self._batches, count))
-        rows = [
-            batch.rows if isinstance(batch, CollatedBatch) else num_rows(batch) for batch in window
-        ]
-        if self._sizes is not None:
-            total = float(sum(itertools.islice(self._sizes, count)))
-        else:
-            total = self._sum_over_ranks(float(sum(rows)))
-        share = self._size * self._passes / total if total else 0.0
-        return [(columns, n * share) for columns, n in zip(window, rows, strict=True)]
+NO_MEAN = (
+    "%s of a few rows is not the mean of the losses of both halves. Several ranks then do not "
+    "train as one process. Return {'loss': ..., 'denominator': ...} if it is a mean over "
+    "something else than rows, such as class weights. If it compares rows with each other, see "
+    "'Contrastive losses over the rows of all ranks' in the page on torch."
+)
+"""Warning about a loss of torch or Lightning, which its name begins."""
 
 
 def reduction_of(
@@ -98,6 +55,44 @@ def reduction_of(
         if math.isclose(whole, value, rel_tol=tolerance, abs_tol=1e-6):
             return reduction
     return None
+
+
+def compare_halves(losses_of: Callable[[slice], Sequence[float | None]], rows: int) -> list[str]:
+    """Compare each loss of some rows with its losses of both halves.
+
+    Parameters
+    ----------
+    losses_of : callable
+        Returns the losses of some of the rows; None for one that need not be a mean over rows.
+    rows : int
+        Number of rows.
+
+    Returns
+    -------
+    list of str
+        For each loss ``"mean"``, ``"sum"`` or ``"other"``. Empty if the losses fail on some rows:
+        training passes whole batches only.
+    """
+    half = rows // 2
+    if not half:
+        return []
+    try:
+        parts = (slice(rows), slice(rows), slice(half), slice(half, rows))
+        losses = list(zip(*map(losses_of, parts), strict=True))
+    except Exception as error:
+        logger.info("The loss of a few rows could not be compared with its halves: %s", error)
+        return []
+    found = []
+    for whole, again, first, second in losses:
+        if whole is None or again is None or first is None or second is None:
+            found.append("mean")
+            continue
+        # A loss may draw random numbers, or depend on the calls before.
+        varies = not math.isclose(whole, again, rel_tol=1e-6, abs_tol=1e-9)
+        tolerance = 0.25 if varies else 1e-3
+        reduction = reduction_of(whole, (first, second), (half, rows - half), tolerance)
+        found.append(reduction or ("mean" if varies else "other"))
+    return found
 
 
 def check_classes(name: str, labels: Array) -> None:

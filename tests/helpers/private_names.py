@@ -164,18 +164,13 @@ TABLE = (
     ),
     Private(
         "torch.nn.modules.batchnorm",
-        "_BatchNorm _NormBase",
+        "_NormBase",
         "They find batch normalization of any dimension, and user classes of it.",
     ),
     Private(
         "torch.optim.Optimizer",
         "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "They hold the hooks of steps, which torch does not pickle.",
-    ),
-    Private(
-        "torch.optim.lr_scheduler.LRScheduler",
-        "_wrapped_by_lr_sched",
-        "It distinguishes a scheduler's wrapper from a step that the user has set.",
     ),
     # torchmetrics
     Private(
@@ -236,19 +231,9 @@ TABLE = (
         "Lightning would exchange a number between ranks for each batch.",
     ),
     Private(
-        "pytorch_lightning.strategies.ParallelStrategy",
-        "_layer_sync",
-        "It shows whether the user has set sync_batchnorm=True.",
-    ),
-    Private(
         "pytorch_lightning.strategies.DDPStrategy",
         "_configure_launcher",
         "Lightning's launcher would set the number of threads.",
-    ),
-    Private(
-        "lightning_fabric.wrappers",
-        "_compile_kwargs",
-        "Lightning stores the arguments of torch.compile on a module, and they may not pickle.",
     ),
     # Horovod
     Private(

@@ -147,9 +147,11 @@ def returned(
     return outputs, {"loss": loss_fn([outputs], [classes_of(labels[0])])}
 
 
-@pytest.mark.parametrize(("step", "library"), [(several_losses, "torch"), (returned, "horovod")])
-def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
-    store: Any, step: Any, library: str
+@pytest.mark.parametrize(
+    ("step", "library", "passes"), [(several_losses, "torch", 1), (returned, "horovod", 2)]
+)
+def test_losses_with_weights_of_their_own_train_as_in_one_process(
+    store: Any, step: Any, library: str, passes: int
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     net, expected = Scores(), Scores()
@@ -157,7 +159,7 @@ def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
         **{"backend": shared_ranks(2), "store": store, "model": net, "verbose": 0},
         **{"feature_cols": ["features"], "label_cols": ["label"], "collectives": library},
         **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
-        **{"batch_size": BATCH, "epochs": EPOCHS, "backward_passes_per_step": 2},
+        **{"batch_size": BATCH, "epochs": EPOCHS, "backward_passes_per_step": passes},
     }
     model = TorchEstimator(
         **params,
@@ -169,8 +171,8 @@ def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
 
     optimizer = OPTIMIZERS["momentum"](expected.parameters())
     batches = global_batches(ROWS, 2, BATCH)
-    for first in [*range(0, len(batches), 2)] * EPOCHS:
-        rows = np.concatenate(batches[first : first + 2])
+    for first in [*range(0, len(batches), passes)] * EPOCHS:
+        rows = np.concatenate(batches[first : first + passes])
         x, label = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
         scores = expected(x)
         optimizer.zero_grad()

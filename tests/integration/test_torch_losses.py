@@ -17,10 +17,10 @@ from torch.nn import functional
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.collectives import current, session
 from hvd_estimators.torch.gradients import GradientAverager
+from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
-from hvd_estimators.training.row_weights import WeightedBatches
 
 pytestmark = pytest.mark.integration
 
@@ -291,22 +291,22 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     averager = GradientAverager(net, [optimizer])
     sizes = [sum(ROWS[r][step][number] for r in range(2)) for step in range(2) for number in (0, 1)]
-    batches = WeightedBatches(iter(own), iter(sizes), 2, 2, float)
+    batches = StepBatches(iter(own), iter(sizes), float)
     measures = MetricSums(objective.metrics, objective.loss_parts)
     for _ in range(2):
-        window = batches.next_window(2)
-        totals = objective.totals([batch for batch, _ in window])
-        for number, (batch, factor) in enumerate(window):
+        window, rows = batches.next_step(2)
+        totals = objective.totals(window)
+        for number, batch in enumerate(window):
             tensors = spec.batch(batch)
             averager.weights.start(
-                tensors.rows, factor, ranks=2, passes=2, totals=totals, is_last=number == 1
+                tensors.rows, rows, 2, ranks=2, totals=totals, is_last=number == 1
             )
             with averager.averaging(accumulate=number == 0):
                 if not tensors.rows:
                     averager.weights.without_rows()
                 else:
                     evaluation = objective.evaluate(net, tensors, averager.weights)
-                    evaluation.step_loss.backward()
+                    (evaluation.step_loss / 2).backward()
                     measures.add(evaluation)
         optimizer.step()
         optimizer.zero_grad()

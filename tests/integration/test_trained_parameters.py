@@ -134,21 +134,17 @@ def mask(net: torch.nn.Module) -> None:
     net[0].weight.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) > 0))
 
 
-class Mask:
-    """Callback that masks gradients."""
+class Hooks:
+    """Callback that masks gradients, and limits weights after each step."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         mask(module)
+        hooked(optimizer)
 
 
 class MaskInLightning(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         mask(pl_module.net)
-
-
-def clamped() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
-    net = make_net()
-    return net, hooked(torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -175,7 +171,8 @@ class Clamped(LightningModule):
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
 def test_hooks_train_as_in_one_process(ranks: Any, store: Any, framework: str) -> None:
     data = batches(store)
-    expected, optimizer = clamped()
+    expected = make_net()
+    optimizer = hooked(torch.optim.SGD(expected.parameters(), lr=0.1))
     mask(expected)
     for x, y in [*data, *data]:
         optimizer.zero_grad()
@@ -184,9 +181,10 @@ def test_hooks_train_as_in_one_process(ranks: Any, store: Any, framework: str) -
     for epochs in (1, 2):  # The second fit resumes the first.
         common = {**settings(ranks, store), "run_id": "hooks", "epochs": epochs}
         if framework == "torch":
-            net, optimizer = clamped()
+            net = make_net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             found = TorchEstimator(
-                **common, model=net, optimizer=optimizer, callbacks=[Mask()]
+                **common, model=net, optimizer=optimizer, callbacks=[Hooks()]
             ).fit_on_parquet()
             trained = found.getModel()
         else:

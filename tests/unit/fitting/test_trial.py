@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from objectives import objective_of
 from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -21,9 +22,8 @@ from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.trial import Trial, leave_to_ranks, traceless, try_batches
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.lightning.dry_run import check_step
+from hvd_estimators.lightning.dry_run import try_step
 from hvd_estimators.torch.dry_run import check_fit
-from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.tensors import TensorSpec
 
 COLUMNS = {"x": np.ones((3, 4), np.float32), "y": np.ones(3, np.float32)}
@@ -100,7 +100,7 @@ class Asking(torch.nn.Module):
 
 
 def try_torch(module: torch.nn.Module, loss: Any = torch.nn.functional.mse_loss) -> Any:
-    return check_fit(module, Loss([loss], [1.0]), TensorSpec(("x",), ("y",)), COLUMNS)
+    return check_fit(module, objective_of(TensorSpec(("x",), ("y",)), loss), COLUMNS)
 
 
 @pytest.mark.parametrize("ask", ELSEWHERE)
@@ -211,7 +211,7 @@ def test_dry_runs_have_no_side_effects(capsys: Any) -> None:
     try_torch(module, noisy_loss)
     # The test's module is sent by value: its functions count in a copy.
     assert CALLS == []
-    check_step(light, lambda rows: {"x": torch.zeros(3, 4)[rows]})
+    try_step(light, 3, lambda rows: {"x": torch.zeros(3, 4)[rows]})
     trial.run(COLUMNS)
     assert capsys.readouterr() == ("", "")
     assert (sys.stdout, sys.stderr) == streams
@@ -390,5 +390,5 @@ def test_lightning_steps_that_ask_for_their_rank_are_not_checked(caplog: Any) ->
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return batch["x"].mean() * ask_torch_horovod()
 
-    check_step(AsksHorovod(), lambda rows: {"x": torch.zeros(3, 4)[rows]})
+    try_step(AsksHorovod(), 3, lambda rows: {"x": torch.zeros(3, 4)[rows]})
     assert "Horovod has not been initialized" in caplog.text

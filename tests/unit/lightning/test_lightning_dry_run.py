@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, try_batches
-from hvd_estimators.lightning.dry_run import check_loss, check_step, compare_halves, row_shapes
+from hvd_estimators.lightning.dry_run import check_loss, row_shapes, try_step
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
 from hvd_estimators.lightning.package import default_flavor
 from hvd_estimators.lightning.trainer_args import (
@@ -47,11 +47,11 @@ def parts_of(batch: dict[str, torch.Tensor]) -> Callable[[slice], Any]:
 
 
 def test_errors_in_a_step_describe_the_batch() -> None:
-    check_step(Plain(), parts_of({"x": torch.zeros(3, 2)}))
+    try_step(Plain(), 3, parts_of({"x": torch.zeros(3, 2)}))
     with pytest.raises(ShapeError, match=r"batch of y \(3, 2\) float32 with KeyError: 'x'"):
-        check_step(Plain(), parts_of({"y": torch.zeros(3, 2)}))
+        try_step(Plain(), 3, parts_of({"y": torch.zeros(3, 2)}))
     with pytest.raises(ShapeError, match="column_dtypes"):
-        check_step(Plain(), parts_of({"x": torch.zeros(3, 2, dtype=torch.float64)}))
+        try_step(Plain(), 3, parts_of({"x": torch.zeros(3, 2, dtype=torch.float64)}))
 
 
 class Returning(Plain):
@@ -93,7 +93,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_found_before_training(
     loss: Any, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = {"x": torch.randn(7, 2), "y": torch.tensor([0, 0, 0, 2, 1, 2, 1])}
-    found = compare_halves(Returning(loss), 7, parts_of(batch), {})
+    found = try_step(Returning(loss), 7, parts_of(batch)).loss_of_halves
     assert found == expected
     with caplog.at_level("WARNING"):
         if found == "sum":
@@ -117,10 +117,12 @@ def test_a_step_is_tried_in_the_precision_of_the_trainer(precision: Any) -> None
     module, batch = Checked(), {"x": torch.zeros(3, 2, dtype=torch.float64)}
     if precision == "bf16-mixed":
         batch = {"x": torch.zeros(3, 2, dtype=torch.bfloat16)}
-    assert check_step(module, parts_of(batch), trainer_args={"precision": precision}) is True
+    tried = try_step(module, 3, parts_of(batch), trainer_args={"precision": precision})
+    assert tried.takes_one_row is True
     assert module.linear.weight.dtype == torch.ones(1).dtype == torch.float32
     plugins = [Trainer(precision=precision, accelerator="cpu", logger=False).precision_plugin]
-    assert check_step(module, parts_of(batch), trainer_args={"plugins": plugins}) is True
+    tried = try_step(module, 3, parts_of(batch), trainer_args={"plugins": plugins})
+    assert tried.takes_one_row is True
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,8 @@ def test_steps_for_a_fixed_batch_size_are_checked_with_that_size() -> None:
             return (real**2 + made**2).mean()
 
     def dry_run(columns: Any) -> Trial:
-        return Trial(None, check_step(Energy(), parts_of({"x": torch.from_numpy(columns["x"])})))
+        x = torch.from_numpy(columns["x"])
+        return try_step(Energy(), len(x), parts_of({"x": x}))
 
     columns = {"x": np.ones((3, 2), np.float32)}
     assert try_batches(dry_run, columns, 8).takes_one_row is True
@@ -156,10 +159,10 @@ def test_modules_with_computed_weights_are_checked() -> None:
 
     module = Normalized()
     module(torch.zeros(3, 2)).sum().backward()
-    check_step(module, parts_of({"x": torch.zeros(3, 2)}))
+    try_step(module, 3, parts_of({"x": torch.zeros(3, 2)}))
     assert row_shapes(module, [torch.zeros(3, 2)], TensorSpec(("x",), ())) == [(3,)]
     with pytest.raises(ShapeError, match="training_step failed"):
-        check_step(module, parts_of({"x": torch.zeros(3, 5)}))
+        try_step(module, 3, parts_of({"x": torch.zeros(3, 5)}))
 
 
 def test_modules_with_batch_normalization_cannot_train_on_one_row() -> None:
@@ -168,8 +171,8 @@ def test_modules_with_batch_normalization_cannot_train_on_one_row() -> None:
             super().__init__()
             self.linear = torch.nn.Sequential(self.linear, torch.nn.BatchNorm1d(3))
 
-    assert check_step(Plain(), parts_of({"x": torch.zeros(3, 2)})) is True
-    assert check_step(Normalizing(), parts_of({"x": torch.zeros(3, 2)})) is False
+    for module, takes_one in ((Plain(), True), (Normalizing(), False)):
+        assert try_step(module, 3, parts_of({"x": torch.zeros(3, 2)})).takes_one_row is takes_one
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,7 @@ def test_modules_with_batch_normalization_cannot_train_on_one_row() -> None:
         (lambda batch: torch.nn.functional.mse_loss(*_unpacked(batch)), {"x": 2, "y": 1}),
         (lambda batch: _unpacked(batch), {"x": 2, "y": 1, "w": 1}),
         (lambda batch: batch[0].mean(), {"x": 2, "y": 1}),
+        (lambda batch: _unpacked(batch)[0].view(-1), {"x": 2, "y": 1}),
     ],
 )
 def test_errors_in_steps_that_unpack_the_batch_suggest_a_line(
@@ -189,7 +193,7 @@ def test_errors_in_steps_that_unpack_the_batch_suggest_a_line(
 
     columns = {name: torch.zeros(3, width) for name, width in batch.items()}
     with pytest.raises(ShapeError) as raised:
-        check_step(Unpacks(), parts_of(columns), ["x", "w"], ["y"])
+        try_step(Unpacks(), 3, parts_of(columns), ["x", "w"], ["y"])
     assert "The batch is a dict of column name to tensor" in str(raised.value)
     assert str(raised.value).endswith('x, y = (batch["x"], batch["w"]), batch["y"]')
 
@@ -224,14 +228,14 @@ def test_missing_trainers_and_hooks_are_not_an_error() -> None:
             return self.layer(batch["x"])
 
     for module in (NeedsTrainer(), NeedsHook()):
-        check_step(module, parts_of({"x": torch.zeros(3, 2)}))
+        try_step(module, 3, parts_of({"x": torch.zeros(3, 2)}))
 
 
 def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     module = Plain()
     before = module.linear.weight.clone()
     state = torch.get_rng_state()
-    check_step(module, parts_of({"x": torch.zeros(3, 2)}))
+    try_step(module, 3, parts_of({"x": torch.zeros(3, 2)}))
     assert row_shapes(module, [torch.zeros(3, 2)], TensorSpec(("x",), ())) == [(3,)]
     assert row_shapes(module, [torch.zeros(3, 5)], TensorSpec(("x",), ())) is None
     assert torch.equal(module.linear.weight, before)
@@ -248,25 +252,26 @@ def test_unknown_and_fixed_arguments_are_rejected() -> None:
 
 
 class Batches:
-    """Windows of batches of 4, 1 and 2 rows, and one without rows, with given factors."""
+    """Windows of batches of 4, 1 and 2 rows, and one without rows, of which another rank has 3."""
 
     def __init__(self) -> None:
         self.rows = iter([4, 1, 2, 0, 0])
 
-    def next_window(self, count: int) -> list[Any]:
+    def next_step(self, count: int) -> tuple[list[Any], float]:
         sizes = [next(self.rows) for _ in range(count)]
-        return [({"x": torch.arange(size)}, size / 10) for size in sizes]
+        return [{"x": torch.arange(size)} for size in sizes], float(sum(sizes) + 3)
 
 
-def test_batches_have_their_form_and_their_factor_in_the_window() -> None:
+def test_batches_have_their_form_and_the_rows_of_their_step() -> None:
     batches: Any = Batches()
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
     )
-    taken = [(batch["x"], loader.rows, loader.factor) for batch in loader]
-    assert [(*x.shape, rows, factor) for x, rows, factor in taken] == [
-        *((4, 1, 4, 0.8), (1, 1, 1, 0.2), (2, 1, 2, 0.4))
+    taken = [(batch["x"], loader.rows, loader.step_rows) for batch in loader]
+    assert [(*x.shape, rows, of_step) for x, rows, of_step in taken] == [
+        *((4, 1, 4, 8), (1, 1, 1, 8), (2, 1, 2, 5))
     ]
+    assert loader.passes == 2
     assert all(x.dtype == torch.float64 for x, _, _ in taken)
     with pytest.raises(DataError, match="data_module: a batch has no rows"):
         next(iter(loader))

@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards, virtual_shards
 from hvd_estimators.loading.readers import DataModule, PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, open_data_module
-from hvd_estimators.training.row_weights import WeightedBatches
+from hvd_estimators.torch.loss_weights import StepBatches
 
 
 class Numbers(PlannedDataModule):
@@ -66,16 +66,14 @@ def steps(
             spec, rank, spec.num_ranks, **{"epoch": 0, "epochs": 2, **position}
         ) as data:
             window = passes * spec.passes_per_batch
-            batches = WeightedBatches(
-                data.train_data(), data.global_train_sizes(), spec.num_ranks, window, pytest.fail
-            )
+            batches = StepBatches(data.train_data(), data.global_train_sizes(), pytest.fail)
             for step in range(count):
                 rows, mean = found[step]
-                for batch, factor in batches.next_window(window):
+                given, step_rows = batches.next_step(window)
+                for batch in given:
                     ids = batch["id"].tolist()
                     rows = rows + ids
-                    if ids:
-                        mean += factor * np.mean(ids) / window / spec.num_ranks
+                    mean += np.sum(ids) / step_rows
                 found[step] = rows, mean
     return found
 

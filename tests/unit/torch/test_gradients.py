@@ -177,60 +177,44 @@ def test_gradients_of_sparse_layers_stay_sparse(
     assert names == [1, 1]
 
 
-class Checkpointed(torch.nn.Module):
-    """Two checkpointed segments after a frozen layer; the first has a checkpoint within it."""
+def test_a_backward_pass_within_another_one_is_rejected(
+    collective: Collective, averager: Any
+) -> None:
+    net, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    averager(net, [optimizer])
+    with pytest.raises(ParamError, match="Set use_reentrant=False"):
+        checkpoint(net, x, use_reentrant=True).sum().backward()
+    optimizer.zero_grad()
+    net(x).sum().backward()
+    once = [parameter.grad.clone() for parameter in net.parameters()]
+    optimizer.zero_grad()
+    checkpoint(net, x, use_reentrant=False).sum().backward()
+    assert [parameter.grad.tolist() for parameter in net.parameters()] == [
+        gradient.tolist() for gradient in once
+    ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (torch.nn.Linear(2, 2) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> Any:
-        def inner(x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.first(x))
-
-        def outer(x: torch.Tensor) -> Any:
-            return torch.tanh(self.second(checkpoint(inner, x, use_reentrant=True)))
-
-        middle = checkpoint(outer, x.requires_grad_(), use_reentrant=True)
-        return checkpoint(self.third, middle, use_reentrant=True)
-
-
-def test_reentrant_checkpoints_are_averaged_once_when_the_outermost_pass_ends(
+def test_the_gradients_of_a_failed_pass_are_averaged_at_the_step(
     collective: Collective, averager: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(gradients, "_BUCKET_BYTES", 1)
-    net, x = Checkpointed(), torch.ones(1, 2)
+    net, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     net(x).square().sum().backward()
-    single = [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
-    follows = averager(net, [optimizer])
-
-    def failing() -> None:
+    single = [parameter.grad.clone() for parameter in net.parameters()]
+    averager(net, [optimizer])
+    for backward in (torch.autograd.backward, imported_backward):
+        optimizer.zero_grad()
         with pytest.raises(ZeroDivisionError):
             net(Failing.apply(torch.ones(1, 2, requires_grad=True))).sum().backward()
         optimizer.step()  # It averages the gradients of the failed pass.
-
-    for run in (
-        lambda: net(x).square().sum().backward(),
-        lambda: torch.autograd.backward(net(x).square().sum()),
-        lambda: imported_backward(net(x).square().sum()),
-        failing,
-        lambda: net(x).square().sum().backward(),
-    ):
         optimizer.zero_grad()
         collective.names.clear()
-        run()
-        if run is not failing:
-            assert collective.sent == 6
-            for parameter, expected in zip(net.parameters(), single, strict=True):
-                torch.testing.assert_close(parameter.grad, expected * 10)
-    optimizer.zero_grad()
-    with follows.averaging(accumulate=True):
-        net(x).square().sum().backward()
-    with follows.averaging():
-        net(x).square().sum().backward()
-    for parameter, expected in zip(net.parameters(), single, strict=True):
-        torch.testing.assert_close(parameter.grad, expected * 20)
+        backward(net(x).square().sum())
+        assert collective.sent == 2
+        for parameter, expected in zip(net.parameters(), single, strict=True):
+            torch.testing.assert_close(parameter.grad, expected * 10)
 
 
 class Failing(torch.autograd.Function):
@@ -349,15 +333,13 @@ def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
     collective.size = 1
     net, optimizer = net_and_optimizer()
     follows = averager(net, [optimizer])
-    # The mean and the weight of the losses of each micro-batch, with two rows each.
-    batches = [[(2.0, 3), (5.0, 1)], [(7.0, 4), (11.0, 9)]]
     for _ in range(2):
-        for number, losses in enumerate(batches):
-            follows.weights.start(2, is_last=number == 1)
+        # The mean and the weight of the loss of each micro-batch, with two rows each.
+        for number, (mean, weight) in enumerate([(2.0, 3), (7.0, 4)]):
+            follows.weights.start(2, 4, 2, is_last=number == 1)
             with follows.averaging(accumulate=number == 0):
-                for mean, weight in losses:
-                    (factor,) = follows.weights.of_call([stating(mean, weight if stated else None)])
-                    (of_rows(net, mean) * factor / 2).backward()
+                (factor,) = follows.weights.of_call([stating(mean, weight if stated else None)])
+                (of_rows(net, mean) * factor / 2).backward()
             if number == 0 and steps_early:
                 optimizer.step()
                 first = net.weight.grad.item()
@@ -367,39 +349,38 @@ def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
         optimizer.zero_grad()
         if steps_early:
             # Half, because the gradients are multiplied for a mean of two batches.
-            assert first == pytest.approx((2 + 5) / 2)
-            assert found == pytest.approx((7 + 11) / 2)
+            assert (first, found) == pytest.approx((2 / 2, 7 / 2))
         elif stated:
-            assert found == pytest.approx((2 * 3 + 7 * 4) / 7 + (5 * 1 + 11 * 9) / 10)
+            assert found == pytest.approx((2 * 3 + 7 * 4) / 7)
         else:
-            assert found == pytest.approx((2 + 7 + 5 + 11) / 2)
+            assert found == pytest.approx((2 + 7) / 2)
 
 
-def test_losses_of_one_backward_pass_need_equal_weights(
+def test_losses_with_several_weights_are_divided_apart_unless_they_accumulate(
     collective: Collective, averager: Any
 ) -> None:
     collective.size = 1
     net, optimizer = net_and_optimizer()
-    follows = averager(net, [optimizer])
+    weights = averager(net, [optimizer]).weights
 
-    def step(weights: list[tuple[float, float]]) -> float:
-        for number, of_batch in enumerate(weights):
-            follows.weights.start(1, is_last=number == 1)
-            with follows.averaging(accumulate=number == 0):
-                scaled = [
-                    of_rows(net, 3.0) * follows.weights.of_call([stating(3.0, w)])[0]
-                    for w in of_batch
-                ]
-                torch.stack(scaled).sum().backward()
-        optimizer.step()
+    def step(passes: int, *of_batch: float | None) -> float:
+        weights.start(1, passes, passes)
+        scaled = [of_rows(net, 3.0) * weights.of_call([stating(3.0, w)])[0] for w in of_batch]
+        torch.stack(scaled).sum().backward()
         gradient: float = net.weight.grad.item()
         optimizer.zero_grad()
         return gradient
 
-    # Two means of 3, over two batches that count as two.
-    assert step([(2.0, 2.0), (5.0, 5.0)]) == pytest.approx(12.0)
-    with pytest.raises(ParamError, match=r"call backward\(\) on each scaled loss"):
-        step([(2.0, 2.0), (5.0, 6.0)])
+    assert step(1, 2.0, 5.0) == pytest.approx(6.0)
+    assert step(2, None, None) == pytest.approx(6.0)
+    for of_batch in ((2.0, 5.0), (2.0, None), (None, 2.0)):
+        with pytest.raises(ParamError, match="must be the only loss of its batch"):
+            step(2, *of_batch)
+    weights.start(1, 2, 2, is_last=False)
+    weights.of_call([stating(3.0, 2.0)])
+    weights.start(1, 2, 2)
+    with pytest.raises(ParamError, match="must be the only loss of its batch"):
+        weights.of_call([stating(3.0, None)])
 
 
 def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averager: Any) -> None:
@@ -408,7 +389,7 @@ def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averag
     follows = averager(net, [optimizer])
     for mean in (float("inf"), 3.0):
         for number in range(2):
-            follows.weights.start(1, is_last=number == 1)
+            follows.weights.start(1, 2, 2, is_last=number == 1)
             with follows.averaging(accumulate=number == 0):
                 scaled = of_rows(net, mean) * follows.weights.of_call([stating(mean, 4.0)])[0]
                 if number == 0:

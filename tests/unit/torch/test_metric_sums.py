@@ -10,8 +10,8 @@ import torch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.loss_weights import StepBatches, StepWeights, WeightedLoss, rows_of
 from hvd_estimators.torch.metrics import Metrics, MetricSums
-from hvd_estimators.training.row_weights import WeightedBatches
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,17 +166,16 @@ def columns(sizes):
     return [{"x": np.zeros(n)} for n in sizes]
 
 
-def factors(data, count, **options):
-    defaults = {"size": 1, "passes_per_step": 1, "sum_over_ranks": float}
-    weighed = WeightedBatches(
-        data.train_data(), data.global_train_sizes(), **{**defaults, **options}
-    )
-    windows = []
-    while sum(map(len, windows)) < count:
-        windows.append(
-            [factor for _, factor in weighed.next_window(options.get("passes_per_step", 1))]
-        )
-    return windows
+def factors(data, count, size=1, passes_per_step=1, sum_over_ranks=float):
+    batches = StepBatches(data.train_data(), data.global_train_sizes(), sum_over_ranks)
+    weights, steps = StepWeights(), []
+    while sum(map(len, steps)) < count:
+        step, rows = batches.next_step(passes_per_step)
+        steps.append([])
+        for batch in step:
+            weights.start(rows_of(batch), rows, passes_per_step, ranks=size)
+            steps[-1] += weights.of_call([WeightedLoss(torch.zeros(()), rows_of(batch))])
+    return steps
 
 
 def test_batches_of_equal_weight_have_a_factor_of_one():

@@ -108,7 +108,7 @@ def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> 
     assert objective.has_own_step
     batch = TENSORS.batch(COLUMNS)
     weights = StepWeights()
-    weights.start(batch.rows, 0.5)
+    weights.start(batch.rows, 2 * batch.rows)
     evaluation = objective.run_minibatch(Two(), None, batch, weights)
     assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
     assert not evaluation.loss.requires_grad
@@ -122,7 +122,7 @@ def test_custom_steps_may_return_outputs_that_no_metric_needs(outputs: Any) -> N
     def run(**changes: Any) -> Any:
         objective = make(train_minibatch_fn=lambda model, *_: (outputs, model.scale * 2), **changes)
         weights = StepWeights()
-        weights.start(3, 1.0)
+        weights.start(3, 3)
         return objective.on_rank(torch.device("cpu")).run_minibatch(
             Two(), None, TENSORS.batch(COLUMNS), weights
         )
@@ -141,7 +141,7 @@ def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again(
 
         objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
         weights = StepWeights()
-        weights.start(2, 0.5)
+        weights.start(2, 4)
         return objective.run_minibatch(Two(), None, TENSORS.batch(COLUMNS), weights)
 
     found = run(lambda loss: {"loss": loss})

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.dry_run import check_fit, output_shapes
-from hvd_estimators.torch.loss import Loss, check_reduced, check_weightable
-from hvd_estimators.torch.metrics import Metrics
-from hvd_estimators.torch.objective import JointLoss
+from hvd_estimators.torch.loss import check_reduced, check_weightable
 from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
@@ -33,10 +32,8 @@ class TwoOutputs(torch.nn.Module):
 
 
 def fit(module, loss=F.mse_loss, spec=SPEC):
-    losses = None if loss is None else Loss([loss] * len(spec.label_cols), [1.0])
-    if losses is not None:
-        losses.loss_weights = [1.0] * len(spec.label_cols)
-    return check_fit(module, losses, spec, COLUMNS)
+    losses = [] if loss is None else [loss] * len(spec.label_cols)
+    return check_fit(module, objective_of(spec, *losses), COLUMNS)
 
 
 def test_the_dry_run_returns_the_shape_of_one_row_per_output():
@@ -151,10 +148,6 @@ def test_own_losses_may_use_the_name_reduction():
     check_reduced([*losses, F.mse_loss, torch.nn.MSELoss(), torch.nn.NLLLoss(reduction="sum")])
 
 
-def metrics_of(*functions):
-    return Metrics([[function] for function in functions], ["y"])
-
-
 def test_metrics_are_tried_on_copies():
     seen = []
 
@@ -164,7 +157,8 @@ def test_metrics_are_tried_on_copies():
 
     of_class = torchmetrics.MeanSquaredError()
     module = torch.nn.Linear(4, 1)
-    check_fit(module, None, SPEC, COLUMNS, metrics_of(counted, of_class, lambda o, _: o[:1, 0]))
+    metrics = (counted, of_class, lambda o, _: o[:1, 0])
+    check_fit(module, objective_of(SPEC, metrics=metrics), COLUMNS)
     assert (seen, of_class.update_count) == ([], 0)
 
 
@@ -179,7 +173,7 @@ def test_errors_of_metrics_name_the_metric_and_the_line():
         raise ValueError("only one class present")
 
     def tried(metric):
-        check_fit(torch.nn.Linear(4, 1), None, SPEC, COLUMNS, metrics_of(metric))
+        check_fit(torch.nn.Linear(4, 1), objective_of(SPEC, metrics=(metric,)), COLUMNS)
 
     with pytest.raises(ParamError, match=r"^metrics: per_column must return one .* shape \(3,\)"):
         tried(per_column)
@@ -270,7 +264,7 @@ def test_batch_normalization_is_checked_with_a_single_row():
     columns = {name: array[:1] for name, array in COLUMNS.items()}
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).train()
 
-    assert check_fit(module, Loss([F.mse_loss], [1.0]), SPEC, columns) == [(1,)]
+    assert check_fit(module, objective_of(SPEC, F.mse_loss), columns) == [(1,)]
 
 
 @pytest.mark.parametrize(
@@ -308,11 +302,11 @@ def test_sum_losses_are_rejected_and_losses_over_the_batch_warned_about(caplog):
         return {"loss": (output - label).abs().sum() / 7, "denominator": 7}
 
     with pytest.raises(ParamError, match="expected a mean over rows for label 'y', found a sum"):
-        check_fit(module, Loss([total], [1.0]), SPEC, columns)
+        check_fit(module, objective_of(SPEC, total), columns)
     for loss in (F.mse_loss, torch.nn.MSELoss(reduction="sum"), stated):
-        check_fit(module, Loss([loss], [1.0]), SPEC, columns)
+        check_fit(module, objective_of(SPEC, loss), columns)
     assert caplog.records == []
-    check_fit(module, Loss([spread], [1.0]), SPEC, columns)
+    check_fit(module, objective_of(SPEC, spread), columns)
     assert "do not train as one process" in caplog.text
 
 
@@ -350,58 +344,31 @@ def test_joint_losses_that_sum_over_the_batch_are_rejected(returned, caplog):
     def check(total):
         if returned:
             spec = TensorSpec(("x", "y"), (), pairs=False)
-            loss = JointLoss(lambda outputs: outputs["loss"])
-            return check_fit(Summing(total), loss, spec, columns, validates=False)
+            objective = objective_of(spec, lambda outputs: outputs["loss"], joint=True)
+            return check_fit(Summing(total), objective, columns, validates=False)
         loss = JointSum() if total else lambda outputs, labels: F.mse_loss(outputs[:, 0], labels[0])
-        return check_fit(torch.nn.Linear(4, 1), JointLoss(loss), SPEC, columns)
+        return check_fit(torch.nn.Linear(4, 1), objective_of(SPEC, loss, joint=True), columns)
 
     with pytest.raises(
         ParamError, match="expected a mean over rows for the joint loss, found a su"
     ):
         check(True)
     check(False)
-    check_fit(torch.nn.Linear(4, 1), JointLoss(MarkedSum()), SPEC, columns)
+    check_fit(torch.nn.Linear(4, 1), objective_of(SPEC, MarkedSum(), joint=True), columns)
     assert caplog.records == []
 
 
-class Annealed(torch.nn.Module):
-    """Weight of a loss that grows with each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, value):
-        self.calls += 1
-        return value * self.calls
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_a_loss_that_changes_from_call_to_call_is_not_called_a_mean_of_something_else(
-    joint, caplog
-):
-    annealed, hidden = Annealed(), [Annealed()]
+def test_a_loss_that_changes_from_call_to_call_is_not_called_a_mean_of_something_else(caplog):
     net, columns = torch.nn.Linear(4, 1), {**COLUMNS, "y": np.arange(ROWS, dtype=float)}
+    calls = [0]
 
-    def warnings_of(loss, **declared):
-        caplog.clear()
-        if joint:
-            wrapped = JointLoss(lambda outputs, labels: loss(outputs[:, 0], labels[0]))
-        else:
-            wrapped = Loss([loss], [1.0])
-        check_fit(net, wrapped, SPEC, columns, **declared)
-        return caplog.text
+    def growing(output, label):
+        calls[0] += 1
+        return (output - label).square().mean() * calls[0]
 
-    def by_row(output, label):
-        return (output - label).square().mean()
+    def dropping(output, label):
+        return (torch.dropout(output, 0.5, True) - label).square().mean()
 
-    assert not warnings_of(lambda output, label: by_row(torch.dropout(output, 0.5, True), label))
-    text = warnings_of(lambda output, label: hidden[0](by_row(output, label)))
-    assert "set stateful=[...] to the object" in text
-    assert "halves" not in text
-    # Checkpoints do not hold the state of a function's variables, unless the user lists them.
-    assert warnings_of(lambda output, label: annealed(by_row(output, label)))
-    assert not warnings_of(
-        lambda output, label: annealed(by_row(output, label)), declares_state=True
-    )
-    assert annealed.calls == hidden[0].calls == 0
+    for loss in (growing, dropping):
+        check_fit(net, objective_of(SPEC, loss), columns)
+    assert (caplog.text, calls) == ("", [0])

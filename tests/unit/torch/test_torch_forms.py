@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.dry_run import check_fit
-from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -114,13 +113,13 @@ def spec(form: str, labels: tuple[str, ...] = ("y", "v")) -> TensorSpec:
 
 
 def test_modules_are_called_in_the_configured_input_form() -> None:
-    loss = Loss([torch.nn.functional.mse_loss] * 2, [1.0, 1.0])
+    losses = [torch.nn.functional.mse_loss] * 2
     for module, form in ((ByDict(), "dict"), (ByKeyword(), "keyword")):
-        assert check_fit(module, loss, spec(form), COLUMNS) == [(1,), ()]
+        assert check_fit(module, objective_of(spec(form), *losses), COLUMNS) == [(1,), ()]
     with pytest.raises(ShapeError, match="input_form='dict' or 'keyword'"):
-        check_fit(ByDict(), loss, spec("positional"), COLUMNS)
+        check_fit(ByDict(), objective_of(spec("positional"), *losses), COLUMNS)
     with pytest.raises(ShapeError, match=r"the outputs v, y, .* named other\."):
-        check_fit(ByDict(), loss, spec("dict", ("y", "other")), COLUMNS)
+        check_fit(ByDict(), objective_of(spec("dict", ("y", "other")), *losses), COLUMNS)
     with pytest.raises(ParamError, match="input_form: expected one of 'positional', 'keyword'"):
         TorchEstimator(input_form="tuple")
 
@@ -131,7 +130,7 @@ def test_outputs_that_are_not_tensors_are_rejected() -> None:
             return [super().forward(batch)]
 
     with pytest.raises(ShapeError, match="returns list of dict"):
-        check_fit(Nested(), None, spec("dict", ("y",)), COLUMNS)
+        check_fit(Nested(), objective_of(spec("dict", ("y",))), COLUMNS)
 
 
 def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
@@ -155,7 +154,7 @@ def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
     torch.testing.assert_close(loaded(x), net(x))
     # The driver's dry run does not compile: compiling takes longer than a few rows.
     spec = TensorSpec(("x",), ("y",))
-    assert check_fit(compiled, None, spec, COLUMNS) == [(1,)]
+    assert check_fit(compiled, objective_of(spec), COLUMNS) == [(1,)]
     assert not calls
 
 
@@ -173,7 +172,7 @@ def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) 
     assert "Set model=torch.compile(model) instead" in caplog.text
 
 
-def test_compiled_modules_that_cannot_be_serialized_are_sent_uncompiled(caplog: Any) -> None:
+def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
     import pytorch_lightning  # noqa: F401 (it changes torch.compile)
 
     lock = threading.Lock()
@@ -182,11 +181,14 @@ def test_compiled_modules_that_cannot_be_serialized_are_sent_uncompiled(caplog: 
         with lock:
             return graph
 
-    compiled = torch.compile(torch.nn.Linear(2, 1), backend=backend)
-    with caplog.at_level(logging.WARNING):
-        loaded = load_module(dump_module(compiled))
-    assert type(loaded) is torch.nn.Linear
-    assert "without compiling it" in caplog.text
+    net = torch.nn.Linear(2, 1)
+    assert type(load_module(dump_module(torch.compile(net, backend="eager")))) is not type(net)
+    estimator = TorchEstimator(
+        model=torch.compile(net, backend=backend),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+    )
+    with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
+        Fit(estimator).framework.check_sent()
 
 
 def test_lightning_calls_plain_modules_in_the_configured_form() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.torch.dry_run import (
     check_fit,
     check_initialized,
-    check_modes,
     check_own_step,
     takes_one_row,
 )
@@ -130,22 +130,22 @@ class Several(torch.nn.Module):
 def test_the_dry_run_explains_how_to_omit_outputs() -> None:
     net, spec = Several(), TensorSpec(("x",), ("y",))
     with pytest.raises(ShapeError, match=r"2 outputs, .* 1 label .*outputs .*\[0\].*'joint'"):
-        check_fit(net, None, spec, COLUMNS)
+        check_fit(net, objective_of(spec), COLUMNS)
     picked = dataclasses.replace(spec, outputs=(0,))
-    assert check_fit(net, None, picked, COLUMNS) == [(1,)]
+    assert check_fit(net, objective_of(picked), COLUMNS) == [(1,)]
 
     def loss(outputs: Any, labels: Any) -> torch.Tensor:
         return F.mse_loss(outputs[0].reshape(-1), labels[0]) + outputs[1]
 
     joint = dataclasses.replace(spec, pairs=False)
     with pytest.raises(ShapeError, match=r"at position 1 has shape \(\) for 3 rows.*outputs can"):
-        check_fit(net, JointLoss(loss), joint, COLUMNS)
+        check_fit(net, objective_of(joint, loss, joint=True), COLUMNS)
     chosen = dataclasses.replace(joint, outputs=(0,))
-    assert check_fit(net, JointLoss(loss), chosen, COLUMNS) == [(1,)]
+    assert check_fit(net, objective_of(chosen, loss, joint=True), COLUMNS) == [(1,)]
     with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
-        check_fit(net, JointLoss(lambda outputs: outputs[5]), chosen, COLUMNS)
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[5], joint=True), COLUMNS)
     with pytest.raises(ParamError, match=r"^loss: expected one number .*found shape \(3, 1\)"):
-        check_fit(net, JointLoss(lambda outputs: outputs[0]), chosen, COLUMNS)
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[0], joint=True), COLUMNS)
 
 
 def objective(step: Any, loss: Any = F.mse_loss) -> Objective:
@@ -243,23 +243,6 @@ def test_trial_copies_keep_references_between_objects() -> None:
     assert [id(p) for p in stepping._params] == parameters
     assert not set(parameters) & {id(p) for p in net.parameters()}
     assert torch.equal(module(ONE.new_ones(1, 4)), net(ONE.new_ones(1, 4)))
-    script = torch.jit.script(torch.nn.Linear(4, 2))
-    module, stepping = copied((script, torch.optim.SGD(script.parameters(), lr=0.1)))
-    assert stepping.param_groups[0]["params"][0] is next(iter(module.parameters()))
-
-
-def test_errors_name_methods_that_shadow_torchs() -> None:
-    class Layer(torch.nn.Module):
-        def train(self, positive: Any, negative: Any) -> None:  # type: ignore[override]
-            """Train by itself, as the forward-forward algorithm does."""
-
-    class Silent(torch.nn.Module):
-        def train(self, mode: bool = True) -> Any:
-            return super().train(mode)
-
-    check_modes(torch.nn.Sequential(Silent()))
-    with pytest.raises(ParamError, match=r"Layer.train\(positive.*part '1' .*mode.*Rename it"):
-        check_modes(torch.nn.Sequential(Silent(), Layer()))
 
 
 def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:

@@ -67,7 +67,7 @@ def test_ranks_return_little_and_the_state_arrives_in_a_file(
     tmp_path: Path, save_runs: bool
 ) -> None:
     spec = make_spec(tmp_path, save_runs=save_runs)
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         answer = train_stored(call)
         assert answer.state is None
@@ -87,7 +87,7 @@ def file_trainer(spec: Spec) -> TrainResult:
 
 def test_a_state_in_a_file_stays_a_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         answer = train_stored(handover.put(file_trainer))
         assert answer.state is None
         assert not Path(answer.weights_digest).parent.exists()
@@ -113,7 +113,7 @@ def test_files_of_a_spec_reach_the_ranks_and_are_checked(tmp_path: Path) -> None
         Path(local.path).write_text(text)
     spec = make_spec(tmp_path)
     spec.files = (*locals_, locals_[0])
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         call = handover.put(reads_files)
         assert train_stored(call).weights_digest == "a model and another"
         stored = {Path(name).name: tmp_path / name for name in files(tmp_path)}
@@ -126,7 +126,7 @@ def test_files_of_a_spec_reach_the_ranks_and_are_checked(tmp_path: Path) -> None
 
 def test_storage_options_are_not_in_the_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, storage_options={"key": "a secret of somebody"})
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         call = handover.put(tells_options)
         assert b"a secret" not in Path(call.path).read_bytes()
         assert train_stored(call).weights_digest == "a secret of somebody twice"
@@ -134,7 +134,7 @@ def test_storage_options_are_not_in_the_file(tmp_path: Path) -> None:
 
 def test_modified_files_are_not_unpickled(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         answer = train_stored(call)
         for path in (call.path, call.state_path):
@@ -147,16 +147,14 @@ def test_modified_files_are_not_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), ParamError("no such thing")])
-@pytest.mark.parametrize("save_runs", [True, False])
-def test_late_errors_name_the_saved_work(tmp_path: Path, save_runs: bool, error: Exception) -> None:
-    spec = make_spec(tmp_path, save_runs=save_runs)
+def test_late_errors_name_the_saved_work(tmp_path: Path, error: Exception) -> None:
+    spec = make_spec(tmp_path)
     kind = ParamError if isinstance(error, ParamError) else ResultsError
 
     def fit() -> None:
-        with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        with CallTransfer(spec) as handover:  # type: ignore[arg-type]
             handover.read([train_stored(handover.put(trainer))])
-            if save_runs:
-                write_checkpoint(spec)
+            write_checkpoint(spec)
             with handover.describing_saved_state(trained=True):
                 raise error
 
@@ -165,16 +163,9 @@ def test_late_errors_name_the_saved_work(tmp_path: Path, save_runs: bool, error:
     message = str(caught.value)
     assert str(error) in message
     assert "run_id='mine'" in message
-    if save_runs:
-        # The checkpoint has the same content, so the state's file is not needed.
-        assert "fit() with that run_id" in message
-        assert f"{CHECKPOINT}.ckpt" in message
-        assert files(tmp_path) == KEPT
-        return
-    (kept,) = files(tmp_path)
-    assert str(tmp_path / kept) in message
-    assert "a hammer opens" in message
-    assert (tmp_path / kept).read_bytes() == STATE * 3
+    assert "fit() with that run_id" in message
+    assert f"{CHECKPOINT}.ckpt" in message
+    assert files(tmp_path) == KEPT
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
@@ -183,7 +174,7 @@ def test_finished_checkpoints_survive_a_failed_rank(tmp_path: Path, has_checkpoi
 
     def fit() -> None:
         with (
-            CallTransfer(spec, "a hammer") as handover,  # type: ignore[arg-type]
+            CallTransfer(spec) as handover,  # type: ignore[arg-type]
             handover.describing_saved_state(trained=False),
         ):
             handover.put(trainer)
@@ -211,7 +202,7 @@ def test_errors_of_the_backend_are_not_converted(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     with (
         pytest.raises(KeyError),
-        CallTransfer(spec, "a hammer") as handover,  # type: ignore[arg-type]
+        CallTransfer(spec) as handover,  # type: ignore[arg-type]
         handover.describing_saved_state(trained=False),
     ):
         raise KeyError("of the backend")
@@ -221,8 +212,8 @@ def test_the_next_fit_deletes_files_of_a_killed_fit(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     write_checkpoint(spec)
     kept = files(tmp_path)
-    CallTransfer(spec, "a hammer").put(trainer)  # type: ignore[arg-type]
-    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    CallTransfer(spec).put(trainer)  # type: ignore[arg-type]
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         handover.delete_others()
         assert len(files(tmp_path) - kept) == 1
