@@ -47,13 +47,10 @@ if on_tensorflow():
     SHAPE_KINDS: tuple[type[Exception], ...] = (tf.errors.InvalidArgumentError,)
     """The backend's exceptions for wrong shapes, in addition to Python's own."""
 
-    VARIABLE: type = tf.Variable
-    """The backend's class of variables."""
 else:
     import torch
 
     SHAPE_KINDS = (RuntimeError, IndexError)
-    VARIABLE = torch.nn.Parameter
     # Spark's workers would load models on TensorFlow.
     set_first("KERAS_BACKEND", "torch")
     # cloudpickle sends it with functions that use both torch and ``ops``, such as Keras's.

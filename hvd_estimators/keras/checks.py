@@ -13,6 +13,7 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
 )
 from hvd_estimators.keras.collectives import reductions_of
+from hvd_estimators.keras.custom_objects import is_remembered
 from hvd_estimators.keras.losses import NO_LOSS, find_metric, has_loss, may_add_loss
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.user_callbacks import check_callbacks
@@ -115,6 +116,11 @@ def _check_own_compile(settings: KerasSettings) -> None:
             "you can call. Compile the model, and leave optimizer, loss, loss_weights, metrics "
             "and learning_rate out; found "
             f"{', '.join(given) or 'a model that is not compiled'}."
+        )
+    if not is_remembered(settings.model):
+        raise ParamError(
+            f"model: its class {type(settings.model).__name__} has its own compile(), whose "
+            "arguments Keras does not know. Set model to a function that makes and compiles it."
         )
     if not model_optimizers(settings.model):
         raise ParamError(

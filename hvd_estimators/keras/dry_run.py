@@ -21,16 +21,11 @@ from hvd_estimators.keras.backend import (
     SHAPE_KINDS,
     all_layers,
     has_own_step,
-    has_own_test_step,
     on_tensorflow,
 )
 from hvd_estimators.keras.losses import check_loss, has_any_loss, has_test_loss
 from hvd_estimators.keras.metrics import (
-    are_built,
-    build_metrics,
     check_metrics,
-    results,
-    scalars,
 )
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.own_step import why_one_batch_per_step
@@ -44,9 +39,7 @@ from hvd_estimators.keras.tensors import (
     input_structure,
     kept_variables,
     other_structure,
-    unknown_id,
 )
-from hvd_estimators.keras.user_callbacks import check_monitors, check_selection, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
 LAMBDA_REMEDY = (
@@ -182,9 +175,6 @@ class DryRun:
         False if the model's ``test_step`` is known to lack a loss.
     takes_one_row : bool or None
         Whether the model can be called with one row; None if unknown.
-    squeezed_shapes : tuple of tuple of int, or None
-        Shape of a row of each output, in flat order, if outputs of one row lack the dimension of
-        rows.
     """
 
     def __init__(
@@ -217,7 +207,6 @@ class DryRun:
         self.outputs: Outputs | None = None
         self.has_test_loss = True
         self.takes_one_row: bool | None = None
-        self.squeezed_shapes: tuple[tuple[int, ...], ...] | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._columns: Columns = {}
         self._batch: tuple[Any, ...] | None = None
@@ -318,11 +307,6 @@ class DryRun:
                         return
                     arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
                     given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
-                    reason = unknown_id(error, columns)
-                    if reason is not None:
-                        raise ShapeError(
-                            f"The model cannot take the feature columns. {reason}"
-                        ) from error
                     raise ShapeError(
                         f"The model cannot take the feature columns. It was called with {given} "
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
@@ -355,7 +339,11 @@ class DryRun:
         self.takes_one_row = True
         one, several = keras.tree.flatten(outputs), keras.tree.flatten(of_several)
         if any(len(a.shape) < len(b.shape) for a, b in zip(one, several, strict=False)):
-            self.squeezed_shapes = tuple(tuple(output.shape[1:]) for output in several)
+            raise ShapeError(
+                f"The model's outputs for one row have the shapes {[tuple(a.shape) for a in one]}, "
+                "without the dimension of rows. Give squeeze() an axis, such as "
+                "keras.ops.squeeze(x, axis=-1)."
+            )
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""
@@ -483,28 +471,6 @@ class DryRun:
         if self._batch is not None:
             with keras.device(CPU):
                 check_metrics(self.model, *self._batch)
-
-    def check_monitors(self, param: str, callbacks: Sequence[Any]) -> None:
-        """Check the callbacks' monitored values if the metrics are known; see `check_monitors`."""
-        if any(map(judges_by_name, callbacks)) and self._builds_metrics():
-            check_monitors(param, callbacks, self.model)
-
-    def check_selection(self, callback: Any, has_validation: bool) -> None:
-        """Check that a value is measured if the metrics are known; see `check_selection`."""
-        has_own = has_own_step(self.model) or has_own_test_step(self.model)
-        if has_own or self._batch is None or not self._builds_metrics():
-            return
-        names = [*scalars(results(self.model)), "learning_rate"]
-        of_validation = [f"val_{name}" for name in names[:-1]] if has_validation else []
-        check_selection(callback, [*names, *of_validation])
-
-    def _builds_metrics(self) -> bool:
-        """Build the metrics if the loss was tried, and return whether they are built."""
-        if not are_built(self.model) and self._batch is not None:
-            with keras.device(CPU), traceless(), contextlib.suppress(Exception):
-                # check_metrics() warns about metrics that cannot be called.
-                build_metrics(self.model, *self._batch)
-        return are_built(self.model)
 
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that must not be called on the driver to the ranks."""

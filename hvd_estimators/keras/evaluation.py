@@ -21,7 +21,6 @@ from hvd_estimators.keras.backend import CPU, kept_random_state, on_tensorflow, 
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
-from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.predictor import choose_device
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import TensorSpec
@@ -35,14 +34,12 @@ class EvaluationSteps:
     document : bytes or path
         Result of `hvd_estimators.keras.serialization.model_payload`.
     compiled : bytes
-        The model's compile arguments without the optimizer, or None for a model that is loaded with
-        them; see `hvd_estimators.keras.serialization.dump`.
+        The model's compile arguments without the optimizer, or None for a model that is loaded
+        compiled; see `hvd_estimators.keras.serialization.dump`.
     tensors : TensorSpec
         Conversion of columns to tensors.
     device : str
         The backend's device, see `choose_device`.
-    shapes : sequence of sequence of (int or None)
-        See `keep_rows`.
 
     Attributes
     ----------
@@ -56,15 +53,13 @@ class EvaluationSteps:
         compiled: bytes,
         tensors: TensorSpec,
         device: str = CPU,
-        shapes: Sequence[Sequence[int | None]] = (),
     ) -> None:
         self._device, self._tensors = device, tensors
         with keras.device(device):
             self.model = load_model(document)
             arguments = load(compiled)
-            if arguments is not None and not self.model.compiled:
+            if arguments is not None:
                 self.model.compile(**arguments)
-        keep_rows(self.model, shapes)
         weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
         self._denominators = LossDenominators(
             self.model, [], 1, 1, weights, lambda tensor, name: tensor
@@ -109,13 +104,12 @@ def load_evaluator(
     compiled: bytes,
     tensors: TensorSpec,
     floatx: str,
-    shapes: Sequence[Sequence[int | None]] = (),
 ) -> EvaluationSteps:
     """Load the evaluator of a compiled model in a Python worker.
 
     Parameters
     ----------
-    document, compiled, tensors, shapes
+    document, compiled, tensors
         See `EvaluationSteps`.
     resources : Resources
         Threads and GPU.
@@ -124,7 +118,7 @@ def load_evaluator(
     """
     device = choose_device(resources)
     keras.config.set_floatx(floatx)
-    return EvaluationSteps(document, compiled, tensors, device, shapes)
+    return EvaluationSteps(document, compiled, tensors, device)
 
 
 class KerasSums:
@@ -156,14 +150,13 @@ def combine(
     compiled: bytes,
     tensors: TensorSpec,
     floatx: str,
-    shapes: Sequence[Sequence[int | None]] = (),
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of rows and the values by name, given the states of all partitions."""
     measured = [state for state in states if state[0]]
     if not measured:
         return 0, {}
     with kept_random_state(), _using_floatx(floatx):
-        steps = EvaluationSteps(document, compiled, tensors, shapes=shapes)
+        steps = EvaluationSteps(document, compiled, tensors)
         # The row builds the metrics, which have names only then.
         steps.reset(measured[0][1])
         merge_captured(steps.model, [captured for _, _, captured in measured])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
-from hvd_estimators.fitting.framework import Framework
+from hvd_estimators.fitting.framework import Fittable, Framework, is_function
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.keras.backend import (
@@ -30,6 +31,7 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.checks import check_model, check_params
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun, check_batches
 from hvd_estimators.keras.losses import (
     NO_TEST_LOSS,
@@ -42,7 +44,7 @@ from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.tensors import id_limits
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
-from hvd_estimators.keras.user_callbacks import adds_no_logs, selects_by_metric
+from hvd_estimators.keras.user_callbacks import selects_by_metric
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.spec import TrainSpec
@@ -76,6 +78,14 @@ class KerasFramework(Framework):
     # Keras objects are serialized separately.
     sent_functions = ("loss", "metrics")
     settings: KerasSettings
+
+    @classmethod
+    def with_objects(cls, estimator: Fittable) -> Fittable:
+        model, arguments = map(estimator.getOrDefault, ("model", "model_args"))
+        made = super().with_objects(estimator)
+        if is_function(model):
+            remember(made.getOrDefault("model"), functools.partial(model, **arguments))
+        return made
 
     @staticmethod
     @contextlib.contextmanager
@@ -113,20 +123,12 @@ class KerasFramework(Framework):
         """Return the results of a new dry run that has used some rows."""
         dry_run, compiled = self._new_dry_run()
         use(dry_run, columns)
-        checkpoint, callbacks = self.settings.checkpoint_callback, self.settings.callbacks
-        if checkpoint is not None and all(map(adds_no_logs, callbacks)):
-            # Without validation, the hook monitors() has led to a check of its name.
-            is_validated = self.settings.validation is not None
-            has_validation = is_validated or checkpoint.monitor.startswith("val_")
-            dry_run.check_selection(checkpoint, has_validation)
         passes = self.settings.backward_passes_per_step
         if passes > 1 and dry_run.why_one_batch_per_step is not None:
             raise ParamError(
                 "backward_passes_per_step: expected 1 for a model whose train_step "
                 f"{dry_run.why_one_batch_per_step}, found {passes}."
             )
-        dry_run.check_monitors("callbacks", callbacks)
-        dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
         trial = _KerasTrial(
             dry_run.output_shapes,
             dry_run.takes_one_row,
@@ -233,7 +235,6 @@ class KerasFramework(Framework):
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             collectives=self.collectives,
             prefetch=settings.tensorflow_dataset_prefetch_buffer_size,
-            squeezed_shapes=trial.dry_run.squeezed_shapes,
         )
 
     def rank_function(self) -> Trainer:

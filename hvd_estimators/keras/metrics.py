@@ -29,17 +29,6 @@ def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
         yield from getattr(metric, "metrics", None) or [metric]
 
 
-def are_built(model: keras.Model) -> bool:
-    """Return whether the metrics passed to ``compile()`` are built and have names."""
-    return all(getattr(metric, "built", True) for metric in model.metrics)
-
-
-def build_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
-    """Build the metrics of a compiled model from a batch, which gives them their names."""
-    _measure(model, [(x, y, outputs, weights)])
-    model.reset_metrics()
-
-
 def metrics_with_merge_state(model: keras.Model) -> list[Any]:
     """Return the metrics that define ``merge_state`` to merge their states."""
     return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]

@@ -165,9 +165,6 @@ class KerasModel(KerasModelSignatures):
             "tensors": tensors,
             "floatx": floatx,
         }
-        shapes = [tuple(shape) for shape in get("output_shapes") or ()]
-        if len(set(shapes)) == 1:  # otherwise, outputs may have another order
-            settings["shapes"] = shapes
         return (
             document,
             functools.partial(load_evaluator, **settings),

@@ -116,8 +116,9 @@ class ModelValues:
             named[name]._path, named[name].trainable = path, trainable
         targets: list[Any] = [named[name] for name, *_ in self.variables]
         optimizers = model_optimizers(model)
-        # A model that is not compiled has only those in attributes, which are the last.
-        optimizers = [None] * (len(self.optimizers) - len(optimizers)) + optimizers
+        # Those in attributes are the last, with or without the one of compile() before them.
+        count = len(self.optimizers)
+        optimizers = ([None] * count + optimizers)[len(optimizers) :]
         for optimizer, (of_model, count) in zip(optimizers, self.optimizers, strict=True):
             own: list[Any] = [None] * count
             if count and optimizer is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras.backend import num_dimensions, on_tensorflow
 
 
 def symbolic(model: keras.Model, side: str) -> Any:
@@ -178,46 +176,6 @@ class Outputs:
     def select(self, flat: Sequence[Any]) -> list[Any]:
         """Return the values of the selected outputs from the values of all outputs."""
         return [flat[position] for position in self.selected]
-
-
-def keep_rows(model: keras.Model, shapes: Sequence[Sequence[int | None]]) -> None:
-    """Make a model return its outputs with the dimension of rows, which it squeezes from one row.
-
-    Without static shapes, TensorFlow does not even know the number of dimensions after a squeeze,
-    and Keras's losses fail.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model; its ``call`` is replaced, on this instance only.
-    shapes : sequence of sequence of (int or None)
-        Shape of a row of each output, in flat order. Other numbers of outputs are not changed.
-    """
-    call = model.call
-
-    @functools.wraps(call)
-    def call_with_rows(*args: Any, **kwargs: Any) -> Any:
-        outputs = call(*args, **kwargs)
-        flat = keras.tree.flatten(outputs)
-        ranks = [len(shape) + 1 for shape in shapes]
-        if len(flat) != len(ranks) or list(map(num_dimensions, flat)) == ranks:
-            return outputs
-        kept = [_with_rank(output, rank) for output, rank in zip(flat, ranks, strict=True)]
-        return keras.tree.pack_sequence_as(outputs, kept)
-
-    model.call = call_with_rows
-
-
-def _with_rank(output: Any, rank: int) -> Any:
-    """Return an output with ``rank`` dimensions, the first of which counts the rows."""
-    if not on_tensorflow():
-        return keras.ops.reshape(output, (-1, *output.shape[len(output.shape) - (rank - 1) :]))
-    import tensorflow as tf
-
-    of_row = tf.shape(output)[tf.rank(output) - (rank - 1) :]
-    kept = tf.reshape(output, tf.concat([[-1], of_row], 0))
-    kept.set_shape([None] * rank)
-    return kept
 
 
 def per_output(

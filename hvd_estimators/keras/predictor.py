@@ -12,18 +12,17 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import PredictionError, ShapeError
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.keras.backend import (
     CPU,
-    SHAPE_KINDS,
     all_layers,
     on_tensorflow,
 )
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load, load_model
-from hvd_estimators.keras.tensors import alike, input_structure, text_columns, unknown_id
+from hvd_estimators.keras.tensors import alike, input_structure, text_columns
 from hvd_estimators.saving.saved import Saved
 
 
@@ -170,13 +169,7 @@ class KerasPredictor(FrameworkPredictor):
                 self._model.make_predict_function()
                 outputs = self._model.predict_function([(x,)])
             else:
-                try:
-                    outputs = self._model.predict_on_batch(x)
-                except SHAPE_KINDS as error:
-                    reason = unknown_id(error, given)
-                    if reason is None:
-                        raise
-                    raise PredictionError(f"The model failed on some rows. {reason}") from error
+                outputs = self._model.predict_on_batch(x)
 
         def finish() -> list[Array]:
             computed = outputs

@@ -1,8 +1,7 @@
 """Serialize models, optimizers, losses and metrics, with custom classes and functions.
 
-A model travels as what Keras rebuilds it from, and as the values of its variables. Before it is
-sent, a copy is compared with it. Loading runs code from the bytes. Used on the driver and on
-workers.
+A model travels as a recipe and as the values of its variables. Before it is sent, a copy is
+compared with it. Loading runs code from the bytes. Used on the driver and on workers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hvd_estimators.keras.backend import (
     kept_random_state,
     model_optimizers,
 )
-from hvd_estimators.keras.custom_objects import Description, UnequalCopyError, differing_attributes
+from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError, is_remembered
 from hvd_estimators.keras.model_file import ModelValues, variable_value
 
 _LARGE_BYTES = 2**26
@@ -70,7 +69,7 @@ def model_payload(
 
 
 def load_model(document: bytes | os.PathLike[str]) -> keras.Model:
-    """Load a model from `model_payload`. Only one with its own ``compile`` is compiled."""
+    """Load a model from `model_payload`, compiled only if the user's function does it."""
     with io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb") as file:
         loaded: ModelDocument = load_from(file)
     return loaded.make()
@@ -79,8 +78,6 @@ def load_model(document: bytes | os.PathLike[str]) -> keras.Model:
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
     """Return a copy of a model, as `model_payload` and `load_model` make it."""
     document, copy = _documented(model, custom_objects, compiled=False)
-    if document.compiled is not None:
-        _compile(copy, load(dump(document.compiled, custom_objects)))
     document.values.assign(copy)
     return copy
 
@@ -91,24 +88,21 @@ class ModelDocument:
 
     Attributes
     ----------
-    description : Description
-        Its config.
+    recipe : Recipe
+        Its config, or the function that makes it.
     policy : object
         Dtype policy, serialized. Layers that a model's constructor makes get the global policy.
     builds : list of (bool, mapping)
         Whether each layer is built, and Keras's build config.
-    attributes : mapping
-        Attributes by the layer's position, see `differing_attributes`.
     values : ModelValues
         Values of the variables.
     compiled : mapping or None
         Compile arguments; the optimizer is an `OptimizerPayload`.
     """
 
-    description: Description
+    recipe: Recipe
     policy: Any
     builds: list[tuple[bool, Any]]
-    attributes: Mapping[int, Mapping[str, Any]]
     values: ModelValues
     compiled: Mapping[str, Any] | None
 
@@ -116,7 +110,8 @@ class ModelDocument:
         """Return the model, compiled if there are compile arguments."""
         with kept_random_state():
             model = self.build()
-            _compile(model, self.compiled)
+            if self.compiled is not None:
+                model.compile(**{**self.compiled, "optimizer": self.compiled["optimizer"].make()})
             self.values.assign(model)
             optimizer = model.optimizer if model.compiled else None
             if optimizer is not None and model.trainable_variables and not optimizer.built:
@@ -124,11 +119,11 @@ class ModelDocument:
         return model
 
     def build(self) -> keras.Model:
-        """Return the model with new values, not compiled."""
+        """Return the model with new values, compiled only if the user's function does it."""
         given = keras.config.dtype_policy()
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policy))
         try:
-            model: keras.Model = self.description.make()
+            model: keras.Model = self.recipe.make()
             layers = all_layers(model)
             for number, (is_built, config) in enumerate(self.builds):
                 if number < len(layers) and is_built and not layers[number].built:
@@ -139,9 +134,6 @@ class ModelDocument:
                     layers = all_layers(model)
         finally:
             keras.config.set_dtype_policy(given)
-        for number, attributes in self.attributes.items():
-            for name, value in attributes.items():
-                setattr(layers[number], name, value)
         return model
 
 
@@ -155,22 +147,24 @@ def _documented(
     Exception
         If Keras cannot rebuild the model, or the copy differs from it.
     """
-    arguments = compile_arguments(model) if compiled or has_own_compile(model) else None
+    arguments = compile_arguments(model) if compiled else None
+    if has_own_compile(model) and not is_remembered(model):
+        raise UnequalCopyError(
+            f"{type(model).__name__} has its own compile(), whose arguments Keras does not know; "
+            "set model to a function that makes and compiles it"
+        )
     optimizers: list[Any] = [
         # A copy has the same zeros before the first step.
         each if each.built and int(each.iterations) else None
         for each in model_optimizers(model)
-        if arguments is not None or each is not model.optimizer
+        if arguments is not None or has_own_compile(model) or each is not model.optimizer
     ]
     if arguments is not None:
-        arguments["optimizer"] = OptimizerPayload(
-            Description.of(model.optimizer, custom_objects), ()
-        )
+        arguments["optimizer"] = OptimizerPayload(Recipe.of(model.optimizer, custom_objects), ())
     document = ModelDocument(
-        Description.of(model, custom_objects),
+        Recipe.of(model, custom_objects),
         keras.dtype_policies.serialize(model.dtype_policy),
         [(layer.built, layer.get_build_config()) for layer in all_layers(model)],
-        {},
         ModelValues.of(model, optimizers),
         arguments,
     )
@@ -179,26 +173,10 @@ def _documented(
     )
     with kept_random_state():
         copy = sent.build()
-    attributes = {}
-    layers = list(map(all_layers, (model, copy)))
-    for number, (ours, theirs) in enumerate(zip(*layers, strict=False)):
-        if found := differing_attributes(ours, theirs):
-            attributes[number] = found
-        for name, value in found.items():
-            try:
-                setattr(theirs, name, load(dump(value, custom_objects)))
-            except Exception as error:
-                raise UnequalCopyError(
-                    f"a copy of {type(ours).__name__} lacks the attribute {name!r} of type "
-                    f"{type(value).__name__}, which cannot be pickled"
-                ) from error
-    kinds = [[type(layer).__qualname__ for layer in each] for each in layers]
-    if kinds[0] != kinds[1]:
-        raise UnequalCopyError(
-            f"it has the layers {', '.join(kinds[0])}; a copy, {', '.join(kinds[1])}"
-        )
+    if copy is model:
+        raise UnequalCopyError("the function returns the same model each time; let it make one")
     document.values.check(copy)
-    return replace(document, attributes=attributes), copy
+    return document, copy
 
 
 class ModelPayload:
@@ -263,37 +241,29 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, keras.optimizers.Optimizer):
             return OptimizerPayload.make, (OptimizerPayload.of(obj, self._custom_objects),)
         if isinstance(obj, keras.metrics.Metric):
-            return Description.make, (Description.of(obj, self._custom_objects),)
+            return Recipe.make, (Recipe.of(obj, self._custom_objects),)
         if isinstance(obj, keras.losses.Loss):
             # Keras would pickle a config, from which a custom class may lack arguments.
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
         if is_keras(type(obj)) and isinstance(obj, (list, dict, set)):
-            # The layer that gets it as an attribute tracks it again.
+            # What a layer tracks may be part of its config.
             kind = next(kind for kind in (list, dict, set) if isinstance(obj, kind))
             return kind, (kind(obj),)
         return super().reducer_override(obj)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
-    """Return a model's compile arguments without the optimizer; None if it is not compiled."""
-    if not model.compiled or not isinstance(model.optimizer, keras.optimizers.Optimizer):
+    """Return a model's compile arguments without the optimizer.
+
+    None if it is not compiled, or by its own ``compile``.
+    """
+    is_usual = model.compiled and isinstance(model.optimizer, keras.optimizers.Optimizer)
+    if not is_usual or has_own_compile(model):
         return None
     compiled = dict(model._compile_config.config)
     # compile() may have wrapped the optimizer for mixed precision.
     compiled.pop("optimizer", None)
     return compiled
-
-
-def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
-    """Compile a model with its original arguments.
-
-    If the model's class overrides ``compile``, only Keras's ``compile`` is called. The attributes
-    that the override sets are serialized with the model.
-    """
-    if compiled is None:
-        return
-    compile_model = keras.Model.compile if has_own_compile(model) else type(model).compile
-    compile_model(model, **{**compiled, "optimizer": compiled["optimizer"].make()})
 
 
 @dataclass(frozen=True)
@@ -302,13 +272,13 @@ class OptimizerPayload:
 
     Attributes
     ----------
-    description : Description
+    recipe : Recipe
         Its config.
     state : list of numpy.ndarray
         Values of its variables; empty before its first step.
     """
 
-    description: Description
+    recipe: Recipe
     state: Sequence[Array]
 
     @staticmethod
@@ -318,11 +288,11 @@ class OptimizerPayload:
         """Serialize an optimizer."""
         has_state = optimizer.built and int(optimizer.iterations)
         state = [np.array(variable_value(v)) for v in optimizer.variables] if has_state else []
-        return OptimizerPayload(Description.of(optimizer, custom_objects), state)
+        return OptimizerPayload(Recipe.of(optimizer, custom_objects), state)
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer without state."""
-        optimizer: keras.optimizers.Optimizer = self.description.make()
+        optimizer: keras.optimizers.Optimizer = self.recipe.make()
         return optimizer
 
     def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:

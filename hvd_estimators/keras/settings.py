@@ -16,10 +16,8 @@ import keras
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import causes
-from hvd_estimators.keras.backend import all_layers, has_own_compile, kept_random_state
+from hvd_estimators.keras.backend import has_own_compile, kept_random_state
 from hvd_estimators.keras.compile_args import CompileSettings, losses
-from hvd_estimators.keras.custom_objects import UnequalCopyError
-from hvd_estimators.keras.dry_run import LAMBDA_REMEDY
 from hvd_estimators.keras.losses import weights_by_samples, without_reduction
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
@@ -57,25 +55,15 @@ class KerasSettings(Settings):
             try:
                 copy = copy_model(self.model, objects)
             except Exception as error:
-                reason = _first_reason(error)
-                if isinstance(reason, NameError):
-                    raise ParamError(
-                        f"model: its layers fail on the ranks (NameError: {reason}). "
-                        f"{LAMBDA_REMEDY}"
-                    ) from error
-                lambda_argument = _lambda_argument(self.model)
-                if lambda_argument is not None and "Could not interpret" in str(reason):
-                    raise ParamError(
-                        f"model: {lambda_argument} is a lambda, which Keras cannot copy for the "
-                        "ranks. Set it to a named function (def)."
-                    ) from error
+                *_, reason = causes(error)
+                # Keras adds an example of several lines.
+                text = " ".join(str(reason).strip().partition("\n\n")[0].split())
                 raise ParamError(
                     "model: Keras cannot make equal copies of it for the ranks "
-                    f"({type(reason).__name__}: {reason}). Give each class of its layers a "
-                    "get_config() with all arguments of the constructor, and a from_config() "
-                    "where arguments are Keras objects; or keep each argument in an attribute of "
-                    "its name. Leave out of attributes what belongs to this process, such as "
-                    "open files, locks and datasets."
+                    f"({type(reason).__name__}: {text}). Set model to a function that makes it, "
+                    "with arguments in model_args. Or give each class of its layers a get_config() "
+                    "with all arguments of the constructor, and a from_config() where arguments "
+                    "are Keras objects, and name functions (def) instead of lambdas."
                 ) from error
         return copy
 
@@ -105,9 +93,8 @@ class KerasSettings(Settings):
             raise ParamError(
                 f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
                 f"{error}). Give its class a get_config() with all arguments of the constructor, "
-                "or keep each argument in an attribute of its name. Give a MultiOptimizer an "
-                "OptimizerMap, not a function; set custom_objects to classes and functions that "
-                "the config names."
+                "and a MultiOptimizer an OptimizerMap, not a function. Set custom_objects to "
+                "classes and functions that the config names."
             ) from error
         compiled, params = self._copied(compiled), self._copied(params)
         rate = self.learning_rate
@@ -133,8 +120,7 @@ class KerasSettings(Settings):
                 raise ParamError(
                     f"{name}: Keras cannot make equal copies for the ranks "
                     f"({type(error).__name__}: {error}). Give its class a get_config() with all "
-                    "arguments of the constructor, or keep each argument in an attribute of its "
-                    "name."
+                    "arguments of the constructor."
                 ) from error
         return copies
 
@@ -159,20 +145,3 @@ class KerasSettings(Settings):
         return weights_by_samples(compiled.loss) and bool(
             self.sample_weight_col is not None or self.class_weight
         )
-
-
-def _lambda_argument(model: keras.Model) -> str | None:
-    """Describe a lambda among the arguments of a model's layers, such as an activation."""
-    for layer in all_layers(model):
-        for name, value in vars(layer).items():
-            if getattr(value, "__name__", None) == "<lambda>":
-                return f"{name!r} of the layer {layer.name!r}"
-    return None
-
-
-def _first_reason(error: Exception) -> BaseException:
-    """Return the original cause of an error that Keras wraps."""
-    if isinstance(error, UnequalCopyError):
-        return error
-    *_, first = causes(error)
-    return first

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,6 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
-from hvd_estimators.data.exact import unknown_ids
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import (
@@ -121,26 +119,6 @@ def id_limits(model: keras.Model, fields: Sequence[Field]) -> dict[str, int]:
             if tensor is source:
                 limits[field.column] = min(limits.get(field.column, np.inf), layer.input_dim)
     return limits
-
-
-_UNKNOWN_ID = re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)")
-
-
-def unknown_id(error: BaseException, columns: Mapping[str, Any]) -> str | None:
-    """Return why an embedding failed, if TensorFlow's error says that it lacks an id."""
-    found = _UNKNOWN_ID.search(str(error))
-    if found is None:
-        return None
-    number, rows = map(int, found.groups())
-    holding = {}
-    for name, column in columns.items():
-        array = np.asarray(column)
-        if array.dtype.kind in "iuf" and (array == number).any():
-            holding[name] = float(array.min()), float(array.max())
-    if len(holding) != 1:
-        return f"An embedding of {rows} rows, for ids 0 to {rows - 1}, got the id {number}."
-    ((name, ends),) = holding.items()
-    return unknown_ids(name, *ends, rows)
 
 
 ZEROS = Field("")

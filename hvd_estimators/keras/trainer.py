@@ -49,7 +49,6 @@ from hvd_estimators.keras.loop import (
     StreamsCallback,
 )
 from hvd_estimators.keras.model_file import save_values
-from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.schedules import LearningRateWarmupCallback
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
@@ -91,8 +90,6 @@ class KerasTrainSpec(TrainSpec):
         Batches to prepare in advance, besides some MiB of rows that are not split into batches yet.
     collectives : str
         ``"horovod"`` or ``"torch"``, see `choose_collectives`.
-    squeezed_shapes : tuple of tuple of int, or None
-        See `hvd_estimators.keras.dry_run.DryRun`.
     """
 
     model: ModelPayload
@@ -103,7 +100,6 @@ class KerasTrainSpec(TrainSpec):
     dtype_policy: Any
     prefetch: int
     collectives: str
-    squeezed_shapes: tuple[tuple[int, ...], ...] | None
 
 
 def train(spec: KerasTrainSpec) -> TrainResult:
@@ -131,8 +127,6 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = current().rank, current().size
         self.model = spec.model.load()
-        if spec.squeezed_shapes is not None:
-            keep_rows(self.model, spec.squeezed_shapes)
         self.best_model: BestModel | None = None
         logs = spec.run.logs_path if self.rank == 0 else None
         self.logs = SyncedDirectory(spec.store, logs)

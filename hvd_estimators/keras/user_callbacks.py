@@ -6,7 +6,6 @@ import importlib
 import os
 import pickle
 import types
-import warnings
 from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.keras.backend import is_keras, model_optimizers
+from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.training.run_state import is_encodable
 
 _WRITING = (
@@ -110,59 +109,10 @@ def reject_callback_list(param: str, value: Any) -> None:
         )
 
 
-def judges_by_name(callback: Any) -> bool:
-    """Return whether Keras must infer the better direction of the monitored value."""
-    return (
-        getattr(callback, "mode", None) == "auto"
-        and getattr(callback, "monitor_op", True) is None
-        and getattr(callback, "monitor", "loss") not in ("loss", "val_loss")
-    )
-
-
-def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> None:
-    """Check that Keras can judge the values that callbacks with ``mode="auto"`` monitor.
-
-    Runs on the driver. Keras itself raises on the ranks, after the first epoch.
-
-    Parameters
-    ----------
-    param : str
-        Name of the param, for the message.
-    callbacks : sequence of keras.callbacks.Callback
-        Value of the param.
-    model : keras.Model
-        The compiled model, with built metrics.
-
-    Raises
-    ------
-    ParamError
-        If Keras cannot infer whether lower or higher values are better.
-    """
-    for callback in filter(judges_by_name, callbacks):
-        judge = keras.callbacks.EarlyStopping(callback.monitor)
-        judge.set_model(model)
-        try:
-            with warnings.catch_warnings():
-                # Keras chooses the direction, and warns that there is no value.
-                warnings.simplefilter("ignore")
-                judge.on_epoch_end(0, {})
-        except ValueError as error:
-            name = f"{type(callback).__name__}(monitor={callback.monitor!r})"
-            raise ParamError(
-                f"{param}: {name} has mode='auto', and Keras cannot tell whether less or more of "
-                f"{callback.monitor!r} is better. Set mode='min' or mode='max' in {name}."
-            ) from error
-
-
 def selects_by_metric(callback: Any) -> bool:
     """Return whether a checkpoint callback selects the model by a value of Keras's logs."""
     own = keras.callbacks.ModelCheckpoint.on_epoch_end
     return type(callback).on_epoch_end is own and callback.save_best_only
-
-
-def adds_no_logs(callback: Any) -> bool:
-    """Return whether a callback is one of Keras's that add at most a learning rate to the logs."""
-    return is_keras(type(callback)) and not isinstance(callback, keras.callbacks.LambdaCallback)
 
 
 def check_selection(callback: Any, names: Collection[str]) -> None:

@@ -96,11 +96,6 @@ TABLE = (
     ),
     Private(
         "keras.Layer",
-        "_auto_config",
-        "It contains constructor arguments that a config omits.",
-    ),
-    Private(
-        "keras.Layer",
         "_trainable",
         "A copy gets it without effect on the layers below; the public setter sets theirs, too.",
     ),

@@ -78,7 +78,7 @@ def make_adversaries() -> Adversaries:
 
 def test_both_optimizers_average_gradients(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 120)
-    params: dict[str, Any] = {"model": make_adversaries(), "optimizer": None, "loss": None}
+    params: dict[str, Any] = {"model": make_adversaries, "optimizer": None, "loss": None}
     estimator = pooled_estimator(store, 2, batch_size=30, epochs=3, run_id="pair", **params)
     fitted = estimator.fit_on_parquet()
     alone = make_adversaries()
@@ -133,7 +133,7 @@ def test_a_killed_rank_loses_no_optimizers_state(store: Any, tmp_path: Path) -> 
     marker = tmp_path / "died"
 
     def fit(run_id: str, **params: Any) -> Any:
-        params |= {"model": make_adversaries(), "optimizer": None, "loss": None}
+        params |= {"model": make_adversaries, "optimizer": None, "loss": None}
         params |= {"batch_size": 15, "epochs": 2, "run_id": run_id}
         return make_estimator(store, 2, **params, checkpoint_every_n_steps=1).fit_on_parquet()
 
@@ -148,6 +148,7 @@ def test_a_killed_rank_loses_no_optimizers_state(store: Any, tmp_path: Path) -> 
     ("params", "message"),
     [
         ({"loss": "mse"}, r"own compile\(\).*found loss"),
+        ({"model": make_adversaries()}, r"own compile\(\).* Set model to a function that makes"),
         ({"learning_rate": 0.1}, "learning_rate: it sets the rate of one optimizer"),
         (
             {"backward_passes_per_step": 2},
@@ -159,9 +160,9 @@ def test_params_that_need_the_models_own_compile_are_rejected(
     store: Any, params: dict[str, Any], message: str
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 8)
-    given = {"optimizer": None, "loss": None, **params}
+    given = {"model": make_adversaries, "optimizer": None, "loss": None, **params}
     with pytest.raises(ParamError, match=message):
-        pooled_estimator(store, 2, model=make_adversaries(), **given).fit_on_parquet()
+        pooled_estimator(store, 2, **given).fit_on_parquet()
 
 
 class FourShardsEstimator(FourShards, KerasEstimator):
@@ -173,7 +174,7 @@ def test_steps_that_do_not_add_up_are_rejected_on_fewer_ranks(
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 8)
     monkeypatch.setattr(keras_reference, "KerasEstimator", FourShardsEstimator)
-    params = {"model": make_adversaries(), "optimizer": None, "loss": None}
+    params = {"model": make_adversaries, "optimizer": None, "loss": None}
     message = "model: the run began with 4 ranks.* its train_step applies optimizers 2 times"
     with pytest.raises(ParamError, match=message):
         pooled_estimator(store, 2, **params).fit_on_parquet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_string_inputs_train_as_one_process(
     make = make_functional if kind == "functional" else make_subclassed
     features = ["text", "x", "kind"] if kind == "functional" else ["text"]
     params = {
-        "model": make(columns),
+        "model": make(columns) if kind == "functional" else functools.partial(make, columns),
         "optimizer": keras.optimizers.SGD(0.3),
         "loss": "binary_crossentropy",
         "feature_cols": features,

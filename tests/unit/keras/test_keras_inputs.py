@@ -13,6 +13,7 @@ from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator, load_predictor
+from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.losses import may_add_loss
 from hvd_estimators.keras.model import KerasModel
@@ -52,6 +53,7 @@ FORMS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 
 def make(form: str) -> Weighing:
     model = Weighing(FORMS[form])
+    remember(model, lambda: make(form))
     model.compile("sgd", "mse")
     return model
 

@@ -143,26 +143,3 @@ def test_saving_does_not_change_the_model_and_the_driver_reuses_it() -> None:
     assert document.load() is model
     assert model.optimizer is optimizer
     assert_same(model, expected)
-
-
-class Own(keras.Model):
-    """Model without a config that stores its argument in an attribute of the same name."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.dense = keras.layers.Dense(width)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-
-def test_models_without_a_config_can_be_serialized() -> None:
-    model = Own(3)
-    model.compile("adam", "mse")
-    model.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
-    document = ModelPayload(model)
-    received = pickle.loads(cloudpickle.dumps(document)).load()
-    assert received.compiled
-    assert_same(received, variables(model))
-    assert document.load() is model

@@ -1,8 +1,7 @@
-"""Serialization of Keras objects from a config or from constructor arguments."""
+"""Copies of Keras objects from a config, a constructor or the function that made them."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.serialization import (
     OptimizerPayload,
     copy_model,
@@ -35,10 +35,13 @@ class Power(keras.losses.Loss):
 
 
 class Above(keras.metrics.Metric):
-    def __init__(self, limit: float = 0.0, name: str = "above") -> None:
-        super().__init__(name=name)
+    def __init__(self, limit: float = 0.0, name: str = "above", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
         self.limit = limit
         self.counts = [self.add_weight(initializer="zeros") for _ in range(2)]
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "limit": self.limit}
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         hits = keras.ops.cast(y_pred > self.limit, "float32")
@@ -56,11 +59,17 @@ class Steps(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> Any:
         return self.rate / (1.0 + keras.ops.cast(step, "float32"))
 
+    def get_config(self) -> dict[str, Any]:
+        return {"rate": self.rate}
+
 
 class SignedSGD(keras.optimizers.SGD):
-    def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0) -> None:
-        super().__init__(learning_rate, momentum=0.5)
+    def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(learning_rate, **{"momentum": 0.5, **kwargs})
         self.sign = sign
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "sign": self.sign}
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         super().update_step(self.sign * gradient, variable, learning_rate)
@@ -73,6 +82,9 @@ class Filled(keras.initializers.Initializer):
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         return keras.ops.full(shape, self.value, dtype)
 
+    def get_config(self) -> dict[str, Any]:
+        return {"value": self.value}
+
 
 class Capped(keras.constraints.Constraint):
     def __init__(self, cap: float = 100.0) -> None:
@@ -80,6 +92,9 @@ class Capped(keras.constraints.Constraint):
 
     def __call__(self, w: Any) -> Any:
         return keras.ops.minimum(w, self.cap)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"cap": self.cap}
 
 
 class Penalty(keras.regularizers.Regularizer):
@@ -89,9 +104,12 @@ class Penalty(keras.regularizers.Regularizer):
     def __call__(self, x: Any) -> Any:
         return self.factor * keras.ops.sum(x**2)
 
+    def get_config(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
 
 class Wrapping(keras.Model):
-    """Model that wraps a model, has no get_config, and is changed after construction."""
+    """Model that wraps a model and has no get_config."""
 
     def __init__(self, inner: keras.Model, extra: list[Any]) -> None:
         super().__init__()
@@ -119,7 +137,7 @@ def test_losses_metrics_and_schedules_keep_their_arguments() -> None:
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_optimizers_keep_settings_missing_from_their_config(built: bool) -> None:
+def test_optimizers_keep_their_settings(built: bool) -> None:
     variable = keras.Variable(np.zeros(2, "float32"))
     optimizer = SignedSGD(Steps(1.0), sign=-1.0)
     if built:
@@ -153,15 +171,26 @@ def test_layers_keep_initializers_constraints_and_regularizers() -> None:
     assert float(copy.losses[0]) == pytest.approx(0.125 * 9 * 6)
 
 
-def test_models_without_a_config_keep_their_attributes(
-    tmp_path: Path,
-) -> None:
-    keras.utils.set_random_seed(0)
+def make_wrapping() -> Wrapping:
     x = keras.Input((3,))
     shared = keras.layers.Dense(3, activation="tanh")
     inner = keras.Model(x, shared(keras.layers.BatchNormalization()(shared(x))))
     model = Wrapping(inner, [keras.layers.Dense(3), keras.layers.Dense(1)])
     model.temperature = 4.0
+    return model
+
+
+def made(function: Any) -> Any:
+    """Return a function's model, as the estimator gets it."""
+    model = function()
+    remember(model, function)
+    return model
+
+
+def test_functions_make_models_without_a_config(tmp_path: Path) -> None:
+    keras.utils.set_random_seed(0)
+    model = made(make_wrapping)
+    inner = model.inner
     model.compile(keras.optimizers.Adam(0.1), Power(3.0), metrics=[Above(0.5)])
     model.fit(ROWS, ROWS[:, :1], verbose=0)
     copy = load(dump(model))
@@ -219,15 +248,12 @@ class Bare(keras.Model):
 
 
 class Functional(keras.Model):
-    """Model that builds its graph in its constructor and stores its arguments."""
+    """Model that builds its graph in its constructor."""
 
-    def __init__(self, width: int = 2, parts: Any = ()) -> None:
-        x = y = keras.Input((3,))
-        for part in [keras.layers.Dense(width), *parts]:
-            y = part(y)
-        super().__init__(x, keras.layers.Dense(1)(y))
+    def __init__(self, width: int = 2) -> None:
+        x = keras.Input((3,))
+        super().__init__(x, keras.layers.Dense(1)(keras.layers.Dense(width)(x)))
         self.width = width
-        self.parts = parts
 
 
 class Rejected(keras.Model):
@@ -239,13 +265,9 @@ class Rejected(keras.Model):
         return self.renamed(x)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Bare, lambda: Functional(5), lambda: Functional(4, [keras.layers.Dense(6)])],
-    ids=["bare", "functional", "functional with layers"],
-)
-def test_traced_models_with_incomplete_configs_are_restored(make: Any) -> None:
-    model = make()
+@pytest.mark.parametrize("kind", [Bare, Functional])
+def test_constructors_without_arguments_make_models_again(kind: Any) -> None:
+    model = kind()
     model.compile("sgd", "mse")
     expected = model.predict(ROWS, verbose=0)
     copy = copy_model(model)
@@ -258,17 +280,36 @@ def test_traced_models_with_incomplete_configs_are_restored(make: Any) -> None:
     assert [float(v) for v in copy.losses] == [float(v) for v in model.losses]
 
 
-def test_errors_name_objects_without_an_equal_copy() -> None:
-    shared = keras.layers.Dense(3)
-    shared.build((None, 3))
-    with pytest.raises(ValueError, match=r"it has the layers Wrapping, .*; a copy, "):
-        copy_model(built(Wrapping(keras.Sequential([keras.Input((3,)), shared]), [shared])))
-    with pytest.raises(ValueError, match=r"Rejected has no .*; write self.inner = inner"):
-        copy_model(built(Rejected(keras.layers.Dense(1))))
-    model = built(Bare())
-    model.guard = threading.Lock()
-    with pytest.raises(ValueError, match="lacks the attribute 'guard' of type lock"):
-        copy_model(model)
+class OtherLoss(keras.Model):
+    """Model with a constructor whose argument is in no config and in no attribute."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(width)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        super().compile(*arguments, **named)
+
+
+def test_errors_name_what_makes_no_equal_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    monkeypatch.setattr(keras, "once", net, raising=False)
+    cases: list[tuple[keras.Model, str]] = [
+        (built(Rejected(keras.layers.Dense(1))), r"no get_config\(\) .*'inner'; write def get_c"),
+        (Functional(5), r"no get_config\(\) .*'width'"),
+        (built(OtherLoss()), r"its own compile\(\).*; set model to a function that makes and"),
+        (made(lambda: keras.once), "returns the same model each time"),
+    ]
+    for model, message in cases:
+        with pytest.raises(ValueError, match=message):
+            copy_model(model)
+    wider = built(OtherLoss(3))
+    remember(wider, OtherLoss)
+    with pytest.raises(ValueError, match=r"shape \(3, 3\).*in a copy, \(3, 2\)"):
+        copy_model(wider)
 
 
 def built(model: keras.Model) -> keras.Model:
@@ -277,8 +318,6 @@ def built(model: keras.Model) -> keras.Model:
 
 
 class Renamed(keras.metrics.Metric):
-    """Metric that stores an argument in an attribute of another name."""
-
     def __init__(self, limit: float = 0.0, name: str = "renamed") -> None:
         super().__init__(name=name)
         self.bound = limit
@@ -288,18 +327,32 @@ class Renamed(keras.metrics.Metric):
 
 
 class Uphill(keras.optimizers.SGD):
-    """Optimizer that stores an argument in an attribute of another name."""
-
     def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
         super().__init__(learning_rate, **kwargs)
         self.direction = sign
 
 
+class Capping(keras.constraints.Constraint):
+    def __init__(self, cap: float = 100.0) -> None:
+        self.cap = cap
+
+    def __call__(self, w: Any) -> Any:
+        return w
+
+
 @pytest.mark.parametrize(
-    ("value", "argument"), [(Renamed(0.5), "limit"), (Uphill(sign=-1.0), "sign")]
+    ("value", "argument"),
+    [
+        (Renamed(0.5), "limit"),
+        (Uphill(sign=-1.0), "sign"),
+        (
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, bias_constraint=Capping())]),
+            "cap",
+        ),
+    ],
 )
-def test_settings_that_no_attribute_has_are_named(value: Any, argument: str) -> None:
-    with pytest.raises(ValueError, match=f"write self.{argument} = {argument}"):
+def test_settings_that_no_config_has_are_named(value: Any, argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"write def get_config.*'{argument}': ..."):
         dump(value)
 
 
@@ -320,7 +373,7 @@ def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
             Fit(KerasEstimator(**common, **params)).settings.compile_settings()
 
 
-def test_deep_models_with_a_part_without_config_are_restored() -> None:
+def test_deep_models_are_restored() -> None:
     x = y = keras.Input((2,))
     for _ in range(150):
         y = keras.layers.Add()([keras.layers.Activation("tanh")(y), x])

@@ -14,15 +14,12 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import (
-    BestModelCheckpoint,
     KerasEstimator,
     LearningRateScheduleCallback,
     LogCallback,
 )
 from hvd_estimators.keras.callbacks import _mean
-from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback
-from hvd_estimators.keras.metrics import are_built
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import (
@@ -285,28 +282,3 @@ def test_values_of_steps_are_averaged_over_ranks_with_rows() -> None:
     assert _mean([[1.0, 2.0], [3.0, 4.0]]) == [2.0, 3.0]
     assert _mean([[1.0], [3.0, 4.0]]) == [1.0]
     assert _mean(["a", "b"]) == "a"
-
-
-def test_monitors_unknown_to_keras_need_a_mode() -> None:
-    inputs = keras.Input((2,))
-    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
-    names = ["mae", "accuracy", "binary_crossentropy"]
-    model.compile("sgd", "binary_crossentropy", metrics=names)
-    columns = {"x": np.ones((4, 2), np.float32), "y": np.array([0, 1, 0, 1], np.float32)}
-    trial = DryRun(model, ["x"], ["y"], None, None)
-    trial.run(columns)
-    trial.check_monitors("callbacks", [keras.callbacks.EarlyStopping("val_loss")])
-    assert not are_built(model)
-    early_stopping = keras.callbacks.EarlyStopping
-    judged = [early_stopping("mae", mode="min"), early_stopping("val_accuracy"), End()]
-    trial.check_monitors("callbacks", judged)
-    assert judged[1].monitor_op is None
-    assert are_built(model)
-    assert not np.any(model.metrics_variables)
-    callback = BestModelCheckpoint(monitor="val_rmspe")
-    with pytest.raises(
-        ParamError,
-        match=r"checkpoint_callback: BestModelCheckpoint\(monitor='val_rmspe'\) has "
-        r"mode='auto'.*Set mode='min' or mode='max' in BestModelCheckpoint",
-    ):
-        trial.check_monitors("checkpoint_callback", [callback])
