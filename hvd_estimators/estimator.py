@@ -88,11 +88,11 @@ class HorovodEstimator(
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the DataFrame as Parquet, train on it, and return the model."""
-        with self._naming_as_set():
-            require_frame("dataset", dataset)
-            if is_frame(validation := self.getOrDefault("validation")):
-                require_frame("validation", validation)
-            return Fit(self).on_frame(dataset)
+        require_frame("dataset", dataset)
+        if is_frame(validation := self.getOrDefault("validation")):
+            require_frame("validation", validation)
+        with Fit(self) as fit:
+            return fit.on_frame(dataset)
 
     def fit_on_parquet(
         self,
@@ -137,10 +137,10 @@ class HorovodEstimator(
                 "the paths of files."
             )
         estimator = self._with_params(params, validation_path is not None)
-        with estimator._naming_as_set():
+        with Fit(estimator) as fit:
             if dataset_idx is not None:
-                return Fit(estimator).on_dataset(dataset_idx)
-            return Fit(estimator).on_files(path, validation_path)
+                return fit.on_dataset(dataset_idx)
+            return fit.on_files(path, validation_path)
 
     def fit_on_table(
         self,
@@ -187,8 +187,8 @@ class HorovodEstimator(
             If a file is missing, lacks a column, or changes before training ends.
         """
         estimator = self._with_params(params, validation_where is not None)
-        with estimator._naming_as_set():
-            return Fit(estimator).on_table(table, where, validation_where)
+        with Fit(estimator) as fit:
+            return fit.on_table(table, where, validation_where)
 
     def _with_params(self, params: Mapping[Any, Any] | None, has_validation: bool) -> Self:
         """Return this estimator, or a copy with other params for one fit."""

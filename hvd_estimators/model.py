@@ -228,9 +228,10 @@ class HorovodModel(
         is_final = not self.getOrDefault("apply_transformation")
         if weight and is_final and stored_column(dataset.schema[weight]).spec.kind != "scalar":
             raise ColumnError(
-                f"sample_weight_col: expected a column of numbers, found {weight!r} of type "
+                f"expected a column of numbers, found {weight!r} of type "
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
-                "each row."
+                "each row.",
+                param="sample_weight_col",
             )
         inputs = self._plain_batch_predictor(
             dataset, [*groups["label_columns"], *groups["sample_weight_col"]]

@@ -143,8 +143,9 @@ def check_weights(settings: Settings, manifest: DatasetManifest) -> None:
     are_numbers = {column.name: column.is_number for column in manifest.columns}
     if settings.transformation is None and not are_numbers.get(name, True):
         raise ColumnError(
-            f"sample_weight_col: expected a column of numbers, found {name!r}, whose rows are "
-            "several numbers each. Set a column with one for each row."
+            f"expected a column of numbers, found {name!r}, whose rows are "
+            "several numbers each. Set a column with one for each row.",
+            param="sample_weight_col",
         )
 
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pyspark.sql import DataFrame
@@ -21,6 +21,7 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
+    HvdEstimatorsError,
     ParamError,
     ShapeError,
     StoreError,
@@ -83,7 +84,7 @@ class Fit:
     """One fit of an estimator: check, prepare the data, try the model, plan, launch, wrap.
 
     `on_frame`, `on_files`, `on_table` and `on_dataset` are the ways to begin; all continue with
-    `_train`.
+    `_train`. As a context manager, it lets errors name the params as the user has set them.
 
     Parameters
     ----------
@@ -111,6 +112,13 @@ class Fit:
         )
         self.framework: Framework = framework_class(self.settings)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, HvdEstimatorsError):
+            self.settings.name_param(error)
+
     # How a fit begins
 
     def on_frame(self, dataset: DataFrame) -> HorovodModel:
@@ -127,15 +135,10 @@ class Fit:
 
                 backend = self.ready_backend()
                 checks.check_monitored(self.framework, self.settings.validation is not None)
-                with self.settings.naming_columns():
-                    self._check_columns(dataset)
+                self._check_columns(dataset)
                 # Executors import the framework while the driver tries the model: the task slots
                 # are free until the rows are written.
-                with (
-                    jobs_on(dataset),
-                    self._warming_up(backend),
-                    self.settings.naming_columns(),
-                ):
+                with jobs_on(dataset), self._warming_up(backend):
                     shown.doing = "Trying the model on some rows"
                     trial = self._try_frame(dataset)
                     num_shards = self._shards_to_write(backend.num_processes())
@@ -171,7 +174,7 @@ class Fit:
     def _on_found(self, files: ParquetFiles, backend: Backend) -> HorovodModel:
         doing = "Reading the footers of the Parquet files"
         in_tasks = functools.partial(spread_over_tasks, description=doing)
-        with self._showing(doing) as shown, self.settings.naming_columns():
+        with self._showing(doing) as shown:
             manifest = read_manifest(
                 files.store,
                 files.train,
@@ -198,8 +201,7 @@ class Fit:
                     "validation part. Pass validation to prepare_data as well, or leave it out "
                     "here."
                 )
-            with self.settings.naming_columns():
-                _require_prepared(dataset_idx, manifest, self.settings.needed_columns)
+            _require_prepared(dataset_idx, manifest, self.settings.needed_columns)
             self._show_prepared(shown, dataset_idx, manifest)
             return self._train(manifest, backend)
 
@@ -277,10 +279,7 @@ class Fit:
                 f"data_module: {module.__name__} reads whole folders, which may hold files that "
                 f"are not part of the table {table!r}. Leave data_module out."
             )
-        with (
-            self._showing(f"Listing the files of the table {table}"),
-            settings.naming_columns(),
-        ):
+        with self._showing(f"Listing the files of the table {table}"):
             return find_tables(
                 *(settings.store, table, where, validation_where),
                 *(settings.needed_columns, settings.allowed_text),
@@ -403,11 +402,9 @@ class Fit:
         self._convert_labels([spec.name for spec in manifest.columns if spec.is_number])
         settings, framework = self.settings, self.framework
         checks.check_weights(settings, manifest)
-        with settings.naming_columns():
-            tried = self._try_rows(manifest) if trial is None else trial
+        tried = self._try_rows(manifest) if trial is None else trial
         checks.check_trial(framework, tried, manifest)
-        with settings.naming_columns():
-            checks.check_numbers(framework, tried, manifest)
+        checks.check_numbers(framework, tried, manifest)
         checks.check_monitored(framework, manifest.validation is not None)
 
         fingerprint = self._fingerprint(manifest, tried)
@@ -652,7 +649,9 @@ def _require_prepared(dataset_idx: str, manifest: DatasetManifest, names: Iterab
         if name not in prepared:
             raise ColumnError(
                 f"The prepared dataset {dataset_idx!r} has no column {name!r}; its columns are "
-                f"{', '.join(prepared)}. Pass the column to prepare_data as well."
+                f"{', '.join(prepared)}.",
+                column=name,
+                remedy="Pass the column to prepare_data as well.",
             )
 
 

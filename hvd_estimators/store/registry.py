@@ -95,7 +95,7 @@ def require_path(name: str, path: Any) -> None:
     """
     if path is not None and not isinstance(path, str):
         raise ParamError(
-            f"{name}: expected a path or a URL as a string, found {path!r}. Set str(path)."
+            f"expected a path or a URL as a string, found {path!r}. Set str(path).", param=name
         )
 
 
@@ -134,16 +134,18 @@ def store_class(path: str) -> type[Any]:
         entry = next((entry for entry in entries if entry.name.lower() == scheme), None)
         if entry is None and scheme in _UNSHARED:
             raise ParamError(
-                f"prefix_path: found {redacted(path)!r}, which {_UNSHARED[scheme]}. Set a prefix "
-                "on storage that the driver and all executors share."
+                f"found {redacted(path)!r}, which {_UNSHARED[scheme]}. Set a prefix on storage "
+                "that the driver and all executors share.",
+                param="prefix_path",
             )
         if entry is None:
             raise ParamError(
-                f"prefix_path: no store for the scheme {scheme!r}, found "
+                f"no store for the scheme {scheme!r}, found "
                 f"{redacted(path)!r}. Set a path without a scheme or with one of: "
                 f"{', '.join(registered_schemes())}. For another "
                 "filesystem of fsspec, which Spark writes to as well, call "
-                f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first."
+                f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first.",
+                param="prefix_path",
             )
         _stores[scheme] = entry.load()
     return _class(_stores, scheme)

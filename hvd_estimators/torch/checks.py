@@ -222,8 +222,9 @@ def _check_losses(settings: TorchSettings) -> None:
         return
     if not labels:
         raise ParamError(
-            "label_cols: found [], and loss_form='per_label' compares outputs to labels. Set "
-            "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols."
+            "found [], and loss_form='per_label' compares outputs to labels. Set "
+            "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols.",
+            param="label_cols",
         )
     for name in ("loss", "loss_constructors"):
         if settings.get(name) is not None:
