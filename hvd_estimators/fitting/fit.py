@@ -134,7 +134,7 @@ class Fit:
                     return prepare_data(**options)
 
                 backend = self.ready_backend()
-                checks.check_monitored(self.framework, self.settings.validation is not None)
+                checks.check_monitored(self.settings, self.settings.validation is not None)
                 self._check_columns(dataset)
                 # Executors import the framework while the driver tries the model: the task slots
                 # are free until the rows are written.
@@ -210,8 +210,7 @@ class Fit:
     def check(self) -> None:
         """Check the params, without reading files of the store."""
         self.estimator._check_other_names()
-        checks.check_settings(self.settings, self.framework)
-        self.framework.check_params()
+        checks.check_params(self.framework)
 
     def ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
@@ -219,8 +218,7 @@ class Fit:
         return self._checked_backend()
 
     def _checked_backend(self) -> Backend:
-        """Check what is sent, the backend and the store, and return the backend."""
-        self.framework.check_sent()
+        """Check the backend and the store, and return the backend."""
         backend = as_backend(self.estimator._get_or_create_backend())
         checks.check_restarts(self.settings, backend)
         backend.check()
@@ -341,8 +339,8 @@ class Fit:
         return write(**options) if grid is None else grid.shared.acquire(options, write)
 
     def _warming_up(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        environment = self.framework.rank_environment()
-        return warming_up(backend, self.framework.rank_function(), self.settings.store, environment)
+        settings = self.settings
+        return warming_up(backend, self.framework.train, settings.store, settings.rank_environment)
 
     # Try
 
@@ -357,7 +355,6 @@ class Fit:
         Trial or None
             None if the model must be tried on the first written rows instead.
         """
-        self.framework.check_without_rows()
         if self.settings.transformation is not None or not self._can_try():
             return None  # only the written rows show the transformation's output
         if self.settings.collate is not None:
@@ -379,16 +376,16 @@ class Fit:
         return self._try(rows_of_model(self.settings, manifest))
 
     def _can_try(self) -> bool:
-        return bool(self.settings.dry_run) and not self.framework.reads_itself
+        return bool(self.settings.dry_run) and not self.settings.reads_itself
 
     def _try(self, columns: Columns) -> Trial:
         return try_batches(self.framework.dry_run, columns, self.settings.batch_size)
 
     def _convert_labels(self, numbers: Collection[str]) -> None:
         """Let labels have the type that the loss takes."""
-        conversions = self.framework.label_conversions(numbers)
-        if conversions:
-            self._use(self.estimator.copy(conversions))
+        converting = type(self.framework).with_label_types(self.estimator, numbers)
+        if converting is not self.estimator:
+            self._use(converting)
 
     # Plan
 
@@ -405,7 +402,7 @@ class Fit:
         tried = self._try_rows(manifest) if trial is None else trial
         checks.check_trial(framework, tried, manifest)
         checks.check_numbers(framework, tried, manifest)
-        checks.check_monitored(framework, manifest.validation is not None)
+        checks.check_monitored(settings, manifest.validation is not None)
 
         fingerprint = self._fingerprint(manifest, tried)
         paths = run_paths(settings, framework.name, fingerprint, self.estimator.grid_fit)
@@ -492,7 +489,7 @@ class Fit:
         run.check_reading(spec.data)
         with CallTransfer(spec, _STATE_READER) as handover:
             with handover.describing_saved_state(trained=False):
-                launch = Launch(run, handover, self.framework.rank_function(), spec_for, spec)
+                launch = Launch(run, handover, self.framework.train, spec_for, spec)
             if run.checkpoints:
                 handover.delete_others()
             started = time.monotonic()
@@ -511,7 +508,7 @@ class Fit:
                     env = {
                         **({} if spec.use_gpu else HIDDEN),
                         **restarts.environment(),
-                        **self.framework.rank_environment(),
+                        **settings.rank_environment,
                     }
                     results = restarts.launch(backend, lambda on: launch(on, env, handler))
                 seconds = time.monotonic() - started
@@ -533,8 +530,7 @@ class Fit:
         optional: list[Logger] = [] if mlflow is None else [mlflow]
         logs = spec.run.logs_path
         if logs is not None and not self.framework.ranks_log:
-            own = self.framework.has_own_tensorboard()
-            optional.append(TensorBoardLogger(spec.store, logs, own))
+            optional.append(TensorBoardLogger(spec.store, logs, self.settings.has_own_tensorboard))
         logged = LoggedRun(
             run_id=run.paths.run_id,
             key=hashlib.sha256(run.paths.run_path.encode()).hexdigest()[:40],
@@ -578,7 +574,7 @@ class Fit:
         if self.settings.upstream_names or not shapes or len(shapes) != 1 or len(labels) != 1:
             return
         shape = tuple(shapes[0])
-        kind = checks.kind_of_outputs(self.framework, shape)
+        kind = self.settings.kind_of_outputs(shape)
         if kind is None or len(shape) > 1 or (kind == "values" and not is_scalar(shape)):
             return
         model._setDefault(outputs_are=kind, predictionCol=PREDICTION)

@@ -14,7 +14,7 @@ from hvd_estimators.data.rows import ROWS
 from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.stores import default_store
-from hvd_estimators.inference.classification import class_columns
+from hvd_estimators.inference.classification import class_columns, resolve_kind
 from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.transform import Transformation, make_transformation
@@ -217,6 +217,46 @@ class Settings:
         if self.collate is not None:
             return (JoinedSpec(ROWS, "rows", "object", members=tuple(columns)),)
         return tuple(columns) if self.transformation else self.inputs.specs(columns)
+
+    @property
+    def reads_itself(self) -> bool:
+        """True if the user's data module makes the batches, and may validate."""
+        return False
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        """Names of the training metrics, or None if only the ranks know them."""
+        return None
+
+    @property
+    def monitors(self) -> list[tuple[str, str | None]]:
+        """Pairs of a setting, for messages, and its metric or None for a default one."""
+        return [("checkpoint_monitor", self.checkpoint_monitor)]
+
+    @property
+    def rank_environment(self) -> Mapping[str, str | None]:
+        """Environment variables of the ranks; None removes a variable."""
+        return {}
+
+    @property
+    def has_own_tensorboard(self) -> bool:
+        """True if a callback of the user writes losses and metrics for TensorBoard."""
+        return False
+
+    def kind_of_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
+
+        ``shape`` is the shape of a row of the only output, or None if it is not known yet.
+        """
+        return None
+
+    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
+
+        The user sets it, or the loss tells it. The shape is None if it is not known yet.
+        """
+        told = None if self.upstream_names else self.kind_of_loss(shape)
+        return resolve_kind(self.outputs_are, told)
 
     @property
     def class_columns(self) -> dict[str, str]:

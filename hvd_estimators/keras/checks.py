@@ -21,8 +21,6 @@ from hvd_estimators.keras.user_callbacks import check_callbacks
 def check_model(settings: KerasSettings) -> None:
     """Check that the model is one of Keras 3."""
     model = settings.model
-    if model is None:
-        raise ParamError("model is not set. Set model.")
     if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
         raise ParamError(
             f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "

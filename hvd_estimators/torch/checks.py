@@ -105,7 +105,7 @@ def check_column_dtypes(settings: TorchSettings) -> None:
         )
 
 
-def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
+def check_collate(settings: TorchSettings) -> None:
     """Check the params for rows of any length together with others."""
     name = "padding" if settings.collate_fn is None else "collate_fn"
     if settings.masks and settings.padding is None:
@@ -135,7 +135,7 @@ def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
         )
     module = settings.data_module
     is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
-    if reads_itself or is_users:
+    if settings.reads_itself or is_users:
         raise ParamError(
             f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
             "or set data_module to 'arrow' or 'petastorm'."
