@@ -18,54 +18,19 @@ from hvd_estimators.fitting.run import GridFit
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import DeclaredParams
-from hvd_estimators.params.estimator import (
-    CheckpointParams,
-    ColumnParams,
-    RankParams,
-    ReadingParams,
-    RunParams,
-    TrainingParams,
-    WritingParams,
-)
-from hvd_estimators.params.model import (
-    ClassificationParams,
-    InferenceParams,
-    TransformationParams,
-)
+from hvd_estimators.params.estimator import EstimatorParams
+from hvd_estimators.params.model import SharedParams
 from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.prepare.schema import is_frame, require_frame
-from hvd_estimators.saving.save import FileReadable, FileWritable
+from hvd_estimators.saving.save import Saved
 
 if TYPE_CHECKING:
     from hvd_estimators.params.signatures import EstimatorSignatures
 else:
-    EstimatorSignatures = DeclaredParams
+    EstimatorSignatures = EstimatorParams
 
 
-class EstimatorParams(
-    RunParams,
-    CheckpointParams,
-    ColumnParams,
-    TrainingParams,
-    RankParams,
-    ReadingParams,
-    TransformationParams,
-    WritingParams,
-    InferenceParams,
-    ClassificationParams,
-):
-    """Params of all estimators."""
-
-
-class HorovodEstimator(
-    Estimator[HorovodModel],
-    EstimatorParams,
-    Fittable,
-    EstimatorSignatures,
-    FileWritable,
-    FileReadable,
-):
+class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, Saved):
     """Base class of the estimators, which hold params; `Fit` fits, and a `Framework` serves it.
 
     A framework's estimator sets ``framework_class`` and creates the model from the ranks' results.
@@ -264,8 +229,7 @@ class HorovodEstimator(
             name.
         """
         metadata = fitted.pop("metadata")
-        shared = (InferenceParams, ClassificationParams, TransformationParams)
-        names = [name for group in shared for name in group._declarations if self.isSet(name)]
+        names = filter(self.isSet, SharedParams._declarations)
         return {
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),

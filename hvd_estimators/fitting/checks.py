@@ -93,6 +93,7 @@ def check_one_vs_rest(settings: Settings) -> None:
 
 def check_collectives(framework: Framework) -> None:
     """Check that the ranks can use the chosen collectives, and log the choice."""
+    assert framework.tensor_library is not None
     wanted = framework.settings.collectives
     chosen, reason = choose_collectives(wanted, framework.tensor_library)
     library = "Horovod" if chosen == "horovod" else "torch.distributed"
@@ -148,7 +149,7 @@ def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -
         kind = settings.kind_of_outputs(shapes[0] if len(shapes) == 1 else None)
         class_scores(settings.class_columns, kind, shapes)
     for label, (count, _) in trial.class_limits.items():
-        for number in settings.get("class_weight") or {}:
+        for number in settings.class_weight or {}:
             if not 0 <= number < count:
                 raise ParamError(
                     f"class_weight: found a weight of class {number}; the model's {count} "

@@ -537,7 +537,7 @@ class Fit:
             epoch=run.epochs_done,
             hyperparameters=hyperparameters(self.estimator, self.framework.learning_rates(trial)),
         )
-        required = self.settings.get("loggers", [])
+        required = self.settings.loggers
         loggers = RunLoggers(logged, required, optional, is_resumed=run.newest is not None)
         return RunRecord(run, start_note(self.estimator, run, spec), loggers, mlflow)
 

@@ -52,8 +52,8 @@ class Framework(abc.ABC):
     model_class: ClassVar[type | None] = None
     """Class of the models that functions build; None if ``model`` cannot be such a function."""
 
-    tensor_library: ClassVar[str] = "torch"
-    """The library whose tensors the ranks reduce, for the param ``collectives``."""
+    tensor_library: ClassVar[str | None] = None
+    """The library whose tensors the ranks reduce, for ``collectives``; None: only with Horovod."""
 
     ranks_log: ClassVar[bool] = False
     """True for Lightning, whose own loggers run on the ranks."""
@@ -133,8 +133,9 @@ class Framework(abc.ABC):
     @property
     def collectives(self) -> str:
         """The library that reduces values over the ranks: ``"horovod"`` or ``"torch"``."""
-        wanted = self.settings.get("collectives")
-        return "horovod" if wanted is None else choose_collectives(wanted, self.tensor_library)[0]
+        if self.tensor_library is None:
+            return "horovod"
+        return choose_collectives(self.settings.collectives, self.tensor_library)[0]
 
     @abc.abstractmethod
     def dry_run(self, columns: Columns) -> Trial:

@@ -12,7 +12,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.serialization import OptimizerPayload, dump
 from hvd_estimators.keras.user_callbacks import reject_callback_list
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
-from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
@@ -45,7 +44,7 @@ def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEstimator):
+class KerasParams(HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
     model = narrowed(HorovodEstimator, "model", "keras.Model | Callable[..., keras.Model]")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.fitting.run import RunResults
-from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
@@ -19,6 +18,7 @@ from hvd_estimators.torch.serialization import (
     load_trained,
     restore_optimizer,
 )
+from hvd_estimators.torch.shared_params import COLLATE_PARAMS
 from hvd_estimators.torch.trainer import TrainedObjects
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from hvd_estimators.fitting.framework import (
 )
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
-from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_collate,
@@ -46,6 +45,7 @@ from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.shared_params import COLLATE_PARAMS
 from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
@@ -59,6 +59,7 @@ class TorchFramework(Framework):
     name = "torch"
     train: Trainer = staticmethod(train)
     model_class = torch.nn.Module
+    tensor_library = "torch"
     sent = (
         *Framework.sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),

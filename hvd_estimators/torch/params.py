@@ -10,14 +10,12 @@ import torch
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
-from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
-from hvd_estimators.params.model import CollateParams
-from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
 )
+from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.stateful import has_state
 from hvd_estimators.torch.tensors import INPUT_FORMS
 
@@ -57,14 +55,7 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     return converted
 
 
-class TorchParams(
-    TorchFiles,
-    CollateParams,
-    ClassWeightParams,
-    CollectivesParams,
-    LoggerParams,
-    HorovodEstimator,
-):
+class TorchParams(TorchSharedParams, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")

@@ -30,7 +30,7 @@ IMPORTS = {
     "Column": "from pyspark.sql import Column",
     "DataFrame": "from pyspark.sql import DataFrame",
     "DataType": "from pyspark.sql.types import DataType",
-    "DeclaredParams": "from hvd_estimators.params.param import DeclaredParams",
+    "EstimatorParams": "from hvd_estimators.params.estimator import EstimatorParams",
     "Iterable": "from collections.abc import Iterable",
     "Iterator": "from collections.abc import Iterator",
     "Literal": "from typing import Literal",
@@ -43,6 +43,7 @@ IMPORTS = {
     "ResourceProfile": "from pyspark.resource import ResourceProfile",
     "Self": "from typing import Self",
     "Sequence": "from collections.abc import Sequence",
+    "SharedParams": "from hvd_estimators.params.model import SharedParams",
     "Store": "from hvd_estimators.store import Store",
     "TypeVar": "from typing import TypeVar",
     "TypedDict": "from typing import TypedDict",
@@ -105,9 +106,9 @@ def stubs() -> dict[Path, str]:
     common = [
         ACCESSORS,
         _keywords(HorovodEstimator),
-        _class("EstimatorSignatures", "DeclaredParams", _accessors(HorovodEstimator)),
+        _class("EstimatorSignatures", "EstimatorParams", _accessors(HorovodEstimator)),
         _keywords(HorovodModel),
-        _class("ModelSignatures", "DeclaredParams", _accessors(HorovodModel)),
+        _class("ModelSignatures", "SharedParams", _accessors(HorovodModel)),
     ]
     return {
         PACKAGE / "params" / "signatures.pyi": _file(common),
