@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.sql import Column, DataFrame
@@ -24,13 +24,15 @@ from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.prepare.schema import is_frame, require_frame
 from hvd_estimators.saving.save import Saved
 
+M = TypeVar("M", bound=HorovodModel)
+
 if TYPE_CHECKING:
     from hvd_estimators.params.signatures import EstimatorSignatures
 else:
     EstimatorSignatures = EstimatorParams
 
 
-class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, Saved):
+class HorovodEstimator(Estimator[M], EstimatorSignatures, Fittable, Saved):
     """Base class of the estimators, which hold params; `Fit` fits, and a `Framework` serves it.
 
     A framework's estimator sets ``framework_class`` and creates the model from the ranks' results.
@@ -51,7 +53,7 @@ class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, S
         super().__init__()
         self.setParams(**kwargs)
 
-    def _fit(self, dataset: DataFrame) -> HorovodModel:
+    def _fit(self, dataset: DataFrame) -> M:
         """Write the DataFrame as Parquet, train on it, and return the model."""
         require_frame("dataset", dataset)
         if is_frame(validation := self.getOrDefault("validation")):
@@ -66,7 +68,7 @@ class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, S
         *,
         validation_path: Paths | None = None,
         params: Mapping[Any, Any] | None = None,
-    ) -> HorovodModel:
+    ) -> M:
         """Train on existing Parquet files.
 
         Parameters
@@ -114,7 +116,7 @@ class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, S
         *,
         validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
-    ) -> HorovodModel:
+    ) -> M:
         """Train on the files of a table, without a copy of its rows.
 
         Runs on the driver. For each condition, one Spark job lists the files that hold the chosen
@@ -167,7 +169,7 @@ class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, S
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
-    ) -> Iterator[tuple[int, HorovodModel]]:
+    ) -> Iterator[tuple[int, M]]:
         """Fit once per param map; Spark's validators call this method.
 
         Fits that need the same columns with the same options share one written dataset.
@@ -185,7 +187,7 @@ class HorovodEstimator(Estimator[HorovodModel], EstimatorSignatures, Fittable, S
         tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
         shared = SharedDatasets(len(paramMaps))
 
-        def fit_one(index: int) -> HorovodModel:
+        def fit_one(index: int) -> M:
             candidate = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
             of_run = estimator.getOrDefault("run_id") is not None and "run_id" not in given

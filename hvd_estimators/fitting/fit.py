@@ -121,7 +121,7 @@ class Fit:
 
     # How a fit begins
 
-    def on_frame(self, dataset: DataFrame) -> HorovodModel:
+    def on_frame(self, dataset: DataFrame) -> Any:
         """Write a DataFrame as Parquet, train on it, and return the model."""
         self._convert_labels(_numbers_in(dataset))
         written_after = None
@@ -152,7 +152,7 @@ class Fit:
                 self._show_prepared(shown, dataset_idx, manifest, written_after)
             return self._train(manifest, backend, trial)
 
-    def on_files(self, path: Paths | None, validation_path: Paths | None) -> HorovodModel:
+    def on_files(self, path: Paths | None, validation_path: Paths | None) -> Any:
         """Train on existing Parquet files, and return the model."""
         files = self._find_files(path, validation_path)
         backend, store = self.ready_backend(), self.settings.store
@@ -165,7 +165,7 @@ class Fit:
             )
         return self._on_found(files, backend)
 
-    def on_table(self, table: Any, where: Any, validation_where: Any) -> HorovodModel:
+    def on_table(self, table: Any, where: Any, validation_where: Any) -> Any:
         """Train on the files of a table, and return the model."""
         self.check()
         files = self._find_tables(table, where, validation_where)
@@ -188,7 +188,7 @@ class Fit:
         files.check_unchanged()
         return model
 
-    def on_dataset(self, dataset_idx: str) -> HorovodModel:
+    def on_dataset(self, dataset_idx: str) -> Any:
         """Train on a dataset of `prepare_data`, and return the model."""
         backend = self.ready_backend()
         store, validation = self.settings.store, self.settings.validation

@@ -13,13 +13,10 @@ from pathlib import Path
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.keras import KerasEstimator, KerasModel
-from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.lightning import LightningEstimator, LightningModel
-from hvd_estimators.lightning.params import LightningParams
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.torch import TorchEstimator, TorchModel
-from hvd_estimators.torch.params import TorchParams
 
 PACKAGE = Path(inspect.getfile(DeclaredParams)).parents[1]
 
@@ -58,11 +55,11 @@ IMPORTS = {
 
 
 FRAMEWORKS = (
-    ("torch", TorchEstimator, TorchParams, HorovodEstimator, TorchModel, HorovodModel),
-    ("keras", KerasEstimator, KerasParams, HorovodEstimator, KerasModel, HorovodModel),
-    ("lightning", LightningEstimator, LightningParams, TorchEstimator, LightningModel, TorchModel),
+    ("torch", TorchEstimator, HorovodEstimator, TorchModel, HorovodModel),
+    ("keras", KerasEstimator, HorovodEstimator, KerasModel, HorovodModel),
+    ("lightning", LightningEstimator, TorchEstimator, LightningModel, TorchModel),
 )
-"""For each framework: estimator and its params, model, and the classes that these inherit from."""
+"""For each framework: estimator and the class that it inherits from, and the same for the model."""
 
 FITS = """\
     @overload
@@ -91,7 +88,7 @@ FITS = """\
         params: Mapping[Any, Any] | None = None,
     ) -> Fitted: ...
 """
-"""The methods that return the framework's model, as pyspark declares them."""
+"""The methods that return the model, for an estimator whose base class returns another one."""
 
 ACCESSORS = """\
 T = TypeVar("T")
@@ -118,9 +115,13 @@ def stubs() -> dict[Path, str]:
                     _keywords(estimator, base),
                     _class(
                         f"{estimator.__name__}Signatures",
-                        params.__name__,
+                        (
+                            f"HorovodEstimator[{model.__name__}]"
+                            if base is HorovodEstimator
+                            else base.__name__
+                        ),
                         _constructor(estimator),
-                        FITS.replace("Fitted", model.__name__),
+                        "" if base is HorovodEstimator else FITS.replace("Fitted", model.__name__),
                         _accessors(estimator, base),
                     ),
                     _keywords(model, model_base),
@@ -132,7 +133,7 @@ def stubs() -> dict[Path, str]:
                     ),
                 ]
             )
-            for framework, estimator, params, base, model, model_base in FRAMEWORKS
+            for framework, estimator, base, model, model_base in FRAMEWORKS
         },
     }
 
@@ -152,7 +153,7 @@ def _keywords(cls: type[DeclaredParams], base: type[DeclaredParams] | None = Non
 
 def _keyword_types(cls: type[DeclaredParams]) -> dict[str, str]:
     """Return the types of the keywords; a derived dict cannot narrow a keyword of its base."""
-    subclasses = [each for row in FRAMEWORKS for each in (row[1], row[4]) if issubclass(each, cls)]
+    subclasses = [each for row in FRAMEWORKS for each in (row[1], row[3]) if issubclass(each, cls)]
     return {
         name: declaration.setter_type
         for name, declaration in cls._declarations.items()
