@@ -27,7 +27,7 @@ class HvdEstimatorsError(Exception):
     problem : str
         What was expected, and what was found.
     param : str, optional
-        The parameter that the message begins with.
+        The parameter that the message begins with. None if ``problem`` names it.
     column : str, optional
         The column that the problem is about. A fit finds its parameter, if ``param`` is None.
     remedy : str, optional
