@@ -17,19 +17,21 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
 
 GROUPS = {
-    "TrainingParams": "What is trained, and for how long",
-    "ColumnParams": "Columns",
-    "RankParams": "Ranks",
-    "RunParams": "Store and run",
-    "CheckpointParams": "Checkpoints",
-    "WritingParams": "Writing the data",
-    "ReadingParams": "Reading the data",
-    "TransformationParams": "Transforming rows",
-    "InferenceParams": "Predicting",
-    "ClassificationParams": "Columns of a classifier",
-    "HistoryParams": "What was measured",
+    "model": "What is trained, and for how long",
+    "feature_cols": "Columns",
+    "num_proc": "Ranks",
+    "store": "Store and run",
+    "checkpoint_every_n_steps": "Checkpoints",
+    "validation": "Writing the data",
+    "shuffle_buffer_size": "Reading the data",
+    "transformation_fn": "Transforming rows",
+    "outputs": "Predicting",
+    "predictionCol": "Columns of a classifier",
 }
-"""Class that declares params to the title of its group, in the order of the page."""
+"""First declared param to the title of its group, in the order of the page."""
+
+_SHARED = ("EstimatorParams", "SharedParams")
+"""Classes that declare params in groups."""
 
 
 def find(name: str) -> Any:
@@ -39,18 +41,18 @@ def find(name: str) -> Any:
 
 
 def groups_of(cls: Any, without: Any = None) -> dict[str, dict[str, Any]]:
-    """Return title to the declarations of a group, by the class that declares them last."""
-    found: dict[str, dict[str, Any]] = {title: {} for title in GROUPS.values()}
+    """Return title to the declarations of a group; a class's own params come first."""
+    found: dict[str, dict[str, Any]] = {title: {} for title in ("Of this class", *GROUPS.values())}
     left_out = getattr(without, "_declarations", {})
+    shared = {k: c for c in cls.__mro__ if c.__name__ in _SHARED for k in vars(c)}
+    title = ""
     for name, declaration in cls._declarations.items():
+        title = GROUPS.get(name, title) if name in shared else "Of this class"
         if left_out.get(name) is declaration or name.startswith("_"):
             continue
-        owner = next(c for c in cls.__mro__ if vars(c).get(name) is not None and name in vars(c))
-        title = GROUPS.get(owner.__name__, "Of this class")
-        found.setdefault(title, {})[name] = declaration
-    own = found.pop("Of this class", {})
-    ordered = {"Of this class": own, **found} if own else found
-    return {title: group for title, group in ordered.items() if group}
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        found[title if owner.__name__ in _SHARED else "Of this class"][name] = declaration
+    return {title: group for title, group in found.items() if group}
 
 
 def as_text(document: str) -> str:

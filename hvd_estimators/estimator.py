@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.sql import Column, DataFrame
@@ -18,54 +18,21 @@ from hvd_estimators.fitting.run import GridFit
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import DeclaredParams
-from hvd_estimators.params.estimator import (
-    CheckpointParams,
-    ColumnParams,
-    RankParams,
-    ReadingParams,
-    RunParams,
-    TrainingParams,
-    WritingParams,
-)
-from hvd_estimators.params.model import (
-    ClassificationParams,
-    InferenceParams,
-    TransformationParams,
-)
+from hvd_estimators.params.estimator import EstimatorParams
+from hvd_estimators.params.model import SharedParams
 from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.prepare.schema import is_frame, require_frame
-from hvd_estimators.saving.save import FileReadable, FileWritable
+from hvd_estimators.saving.save import Saved
+
+M = TypeVar("M", bound=HorovodModel)
 
 if TYPE_CHECKING:
     from hvd_estimators.params.signatures import EstimatorSignatures
 else:
-    EstimatorSignatures = DeclaredParams
+    EstimatorSignatures = EstimatorParams
 
 
-class EstimatorParams(
-    RunParams,
-    CheckpointParams,
-    ColumnParams,
-    TrainingParams,
-    RankParams,
-    ReadingParams,
-    TransformationParams,
-    WritingParams,
-    InferenceParams,
-    ClassificationParams,
-):
-    """Params of all estimators."""
-
-
-class HorovodEstimator(
-    Estimator[HorovodModel],
-    EstimatorParams,
-    Fittable,
-    EstimatorSignatures,
-    FileWritable,
-    FileReadable,
-):
+class HorovodEstimator(Estimator[M], EstimatorSignatures, Fittable, Saved):
     """Base class of the estimators, which hold params; `Fit` fits, and a `Framework` serves it.
 
     A framework's estimator sets ``framework_class`` and creates the model from the ranks' results.
@@ -86,13 +53,13 @@ class HorovodEstimator(
         super().__init__()
         self.setParams(**kwargs)
 
-    def _fit(self, dataset: DataFrame) -> HorovodModel:
+    def _fit(self, dataset: DataFrame) -> M:
         """Write the DataFrame as Parquet, train on it, and return the model."""
-        with self._naming_as_set():
-            require_frame("dataset", dataset)
-            if is_frame(validation := self.getOrDefault("validation")):
-                require_frame("validation", validation)
-            return Fit(self).on_frame(dataset)
+        require_frame("dataset", dataset)
+        if is_frame(validation := self.getOrDefault("validation")):
+            require_frame("validation", validation)
+        with Fit(self) as fit:
+            return fit.on_frame(dataset)
 
     def fit_on_parquet(
         self,
@@ -101,7 +68,7 @@ class HorovodEstimator(
         *,
         validation_path: Paths | None = None,
         params: Mapping[Any, Any] | None = None,
-    ) -> HorovodModel:
+    ) -> M:
         """Train on existing Parquet files.
 
         Parameters
@@ -137,10 +104,10 @@ class HorovodEstimator(
                 "the paths of files."
             )
         estimator = self._with_params(params, validation_path is not None)
-        with estimator._naming_as_set():
+        with Fit(estimator) as fit:
             if dataset_idx is not None:
-                return Fit(estimator).on_dataset(dataset_idx)
-            return Fit(estimator).on_files(path, validation_path)
+                return fit.on_dataset(dataset_idx)
+            return fit.on_files(path, validation_path)
 
     def fit_on_table(
         self,
@@ -149,7 +116,7 @@ class HorovodEstimator(
         *,
         validation_where: str | Column | None = None,
         params: Mapping[Any, Any] | None = None,
-    ) -> HorovodModel:
+    ) -> M:
         """Train on the files of a table, without a copy of its rows.
 
         Runs on the driver. For each condition, one Spark job lists the files that hold the chosen
@@ -187,8 +154,8 @@ class HorovodEstimator(
             If a file is missing, lacks a column, or changes before training ends.
         """
         estimator = self._with_params(params, validation_where is not None)
-        with estimator._naming_as_set():
-            return Fit(estimator).on_table(table, where, validation_where)
+        with Fit(estimator) as fit:
+            return fit.on_table(table, where, validation_where)
 
     def _with_params(self, params: Mapping[Any, Any] | None, has_validation: bool) -> Self:
         """Return this estimator, or a copy with other params for one fit."""
@@ -202,7 +169,7 @@ class HorovodEstimator(
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
-    ) -> Iterator[tuple[int, HorovodModel]]:
+    ) -> Iterator[tuple[int, M]]:
         """Fit once per param map; Spark's validators call this method.
 
         Fits that need the same columns with the same options share one written dataset.
@@ -220,7 +187,7 @@ class HorovodEstimator(
         tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
         shared = SharedDatasets(len(paramMaps))
 
-        def fit_one(index: int) -> HorovodModel:
+        def fit_one(index: int) -> M:
             candidate = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
             of_run = estimator.getOrDefault("run_id") is not None and "run_id" not in given
@@ -264,8 +231,7 @@ class HorovodEstimator(
             name.
         """
         metadata = fitted.pop("metadata")
-        shared = (InferenceParams, ClassificationParams, TransformationParams)
-        names = [name for group in shared for name in group._declarations if self.isSet(name)]
+        names = filter(self.isSet, SharedParams._declarations)
         return {
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),

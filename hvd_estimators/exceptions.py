@@ -22,13 +22,56 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 class HvdEstimatorsError(Exception):
     """Base class of this package's exceptions.
 
+    Parameters
+    ----------
+    problem : str
+        What was expected, and what was found.
+    param : str, optional
+        The parameter that the message begins with. None if ``problem`` names it.
+    column : str, optional
+        The column that the problem is about. A fit finds its parameter, if ``param`` is None.
+    remedy : str, optional
+        What to set or to do, if ``problem`` does not say it.
+
     Attributes
     ----------
+    problem, param, column, remedy
+        As given.
+    default : str or None
+        The parameter's default value, if the caller has not set it.
     is_transient : bool
         Whether ranks that are launched again need not fail in the same way.
     """
 
     is_transient: bool = False
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        param: str | None = None,
+        column: str | None = None,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.param = param
+        self.column = column
+        self.remedy = remedy
+        self.default: str | None = None
+
+    def __str__(self) -> str:
+        subject = self.param
+        if self.default is not None:
+            subject = f"{self.param} is not set, and its default is {self.default}"
+        named = f"{subject}: {self.problem}" if subject else self.problem
+        # Several lines, such as a rank's output, end with the problem.
+        separator = "\n" if "\n" in named else " "
+        return f"{named}{separator}{self.remedy}" if self.remedy else named
+
+    def add_remedy(self, text: str) -> None:
+        """Add a sentence to the remedy."""
+        self.remedy = f"{self.remedy} {text}" if self.remedy else text
 
 
 class ParamError(HvdEstimatorsError, ValueError):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+import pandas as pd
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
@@ -53,19 +54,13 @@ from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
-    DeclaredParams,
     column_names,
     input_columns,
     param,
     string,
     type_names,
 )
-from hvd_estimators.params.model import (
-    ClassificationParams,
-    HistoryParams,
-    InferenceParams,
-    TransformationParams,
-)
+from hvd_estimators.params.model import SharedParams
 from hvd_estimators.prepare.schema import (
     clashing,
     feature_array,
@@ -75,8 +70,8 @@ from hvd_estimators.prepare.schema import (
     require_frame,
     stored_column,
 )
-from hvd_estimators.saving.save import FileReadable, FileWritable
-from hvd_estimators.summary import EvaluationSummary, TrainingSummary
+from hvd_estimators.saving.save import Saved
+from hvd_estimators.summary import EvaluationSummary, TrainingSummary, history_rows
 
 PREDICTION = "prediction"
 """Name of the prediction column that Spark ML's evaluators read by default."""
@@ -89,22 +84,19 @@ if TYPE_CHECKING:
 
     from hvd_estimators.params.signatures import ModelSignatures
 else:
-    ModelSignatures = DeclaredParams
+    ModelSignatures = SharedParams
 
 
-class HorovodModel(
-    Model,
-    TransformationParams,
-    InferenceParams,
-    ClassificationParams,
-    HistoryParams,
-    ModelSignatures,
-    FileWritable,
-    FileReadable,
-):
+class HorovodModel(Model, ModelSignatures, Saved):
     """Base class of the fitted models."""
 
     model = param("The trained model.", fitted=True)
+    history = param(
+        "Results of each epoch: a list of dicts with epoch, train and validation. "
+        "history_frame() returns them as rows.",
+        type="list[dict[str, Any]]",
+        fitted=True,
+    )
     run_id = param("Name of the run that trained the model.", type="str", fitted=True)
     feature_columns = param(
         "Input columns, in the order of the model's inputs, as in feature_cols.",
@@ -164,6 +156,32 @@ class HorovodModel(
                 "history_frame() returns the metrics of a loaded model."
             )
         return self._summary
+
+    def history_frame(self) -> pd.DataFrame:
+        """Return the training history as a DataFrame with the same columns for all frameworks.
+
+        ``getHistory()`` returns a different structure for each framework:
+
+        - Keras: the dict of Keras's ``History.history``: name to a list of values by epoch.
+          Validation names begin with ``val_``; this method removes the prefix. The dict contains no
+          epoch numbers. If a callback adds a value in some epochs only, its first value is assigned
+          to epoch 0.
+        - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
+          ``validation``. ``train`` and ``validation`` hold ``loss`` and ``all_metrics``, a list
+          with one dict per group of metrics, such as ``{"my_metric": 0.1}``.
+        - Lightning: the same list. ``train`` and ``validation`` hold ``loss`` if the steps return a
+          loss, and the module's logged values by name.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per number, with the columns ``epoch`` (of the whole run, from 0), ``stage``
+            (``"train"`` or ``"validation"``), ``name`` (of the metric; elements of an array are
+            numbered ``name_0`` and so on) and ``value`` (a float). Empty if there is no history.
+        """
+        rows = history_rows(self.getOrDefault("history") or [])
+        columns = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
+        return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
     @property
     def numClasses(self) -> int | None:
@@ -228,9 +246,10 @@ class HorovodModel(
         is_final = not self.getOrDefault("apply_transformation")
         if weight and is_final and stored_column(dataset.schema[weight]).spec.kind != "scalar":
             raise ColumnError(
-                f"sample_weight_col: expected a column of numbers, found {weight!r} of type "
+                f"expected a column of numbers, found {weight!r} of type "
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
-                "each row."
+                "each row.",
+                param="sample_weight_col",
             )
         inputs = self._plain_batch_predictor(
             dataset, [*groups["label_columns"], *groups["sample_weight_col"]]

@@ -158,7 +158,8 @@ def first_row_shape(table: pa.Table, spec: ColumnSpec) -> tuple[int, ...]:
         if not len(values):
             raise DataError(
                 f"Column {spec.name!r} holds empty lists; expected lists of one length. Pad them, "
-                "or drop these rows."
+                "or drop these rows.",
+                column=spec.name,
             )
         shape.append(len(values))
     return tuple(shape)
@@ -172,7 +173,8 @@ def _elements(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
     if elements.null_count:
         raise DataError(
             f"Column {name!r} holds arrays with null elements ({elements.null_count} of them); "
-            "fill them before training."
+            "fill them before training.",
+            column=name,
         )
     return offsets, elements
 
@@ -194,7 +196,9 @@ def _common_size(
             remedy = "Pad the bytes to one length, or store compressed images decoded."
         raise DataError(
             f"Column {name!r} is ragged: expected {size} elements in every row, found rows of "
-            f"{other}. {remedy}"
+            f"{other}.",
+            column=name,
+            remedy=remedy,
         )
     return size
 
@@ -261,7 +265,9 @@ def _decoded(column: pa.Array, name: str) -> pa.Array:
 
 def _reject_nulls(name: str, nulls: int) -> None:
     if nulls:
-        raise DataError(f"Column {name!r} holds {nulls} nulls; fill or drop them before training.")
+        raise DataError(
+            f"Column {name!r} holds {nulls} nulls; fill or drop them before training.", column=name
+        )
 
 
 def valid_rows(column: pa.Array) -> Array | None:

@@ -236,7 +236,8 @@ class _DataFile:
         if count > 1:
             raise ColumnError(
                 f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
-                "Rename the others."
+                "Rename the others.",
+                column=name,
             )
         return bool(count)
 
@@ -314,7 +315,8 @@ def _reject_nulls(file: _DataFile, spec: ColumnSpec) -> None:
             kind = "nulls or empty lists" if spec.shape else "nulls"
             raise DataError(
                 f"Column {spec.name!r} holds {count} {kind} in {file.file!r}; fill or drop them "
-                "before training."
+                "before training.",
+                column=spec.name,
             )
 
 
@@ -324,7 +326,8 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
         if file.has_column(spec.name):
             raise ColumnError(
                 f"The file {file.file!r} holds a column {spec.name!r}, which other files have in "
-                "their path only. Write it into all of them, or into none."
+                "their path only. Write it into all of them, or into none.",
+                column=spec.name,
             )
         return
     for name in spec.stored_names:
@@ -332,7 +335,8 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
             raise ColumnError(
                 f"The file {file.file!r} has no column {spec.name!r}; its columns are "
                 f"{', '.join(file.columns.schema.names)}. Write the file again with it, or move "
-                "it away."
+                "it away.",
+                column=spec.name,
             )
 
 
@@ -352,7 +356,8 @@ def _spec(
             raise ColumnError(
                 f"The Parquet files have no column {name!r}; their columns are "
                 f"{', '.join([*first.columns.schema.names, *first.partitions])} "
-                f"(read from {first.file!r})."
+                f"(read from {first.file!r}).",
+                column=name,
             )
         # `check_partition` later reports files without a value.
         values = {f.file: f.partitions[name] for f in files if name in f.partitions}
@@ -373,7 +378,8 @@ def _spec(
             raise ColumnError(
                 f"Column {name!r} has type {file.type(name)} in {file.file!r}, but type "
                 f"{wide.type(name)} in {wide.file!r}. Write all files with one type, or with types "
-                "of which one holds all numbers of the others."
+                "of which one holds all numbers of the others.",
+                column=name,
             )
         if dtype != spec.dtype:
             wide = file

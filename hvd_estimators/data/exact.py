@@ -107,8 +107,9 @@ def check_range(spec: ColumnSpec, target: str, read_as: str, remedy: Callable[[s
     kind = "integers" if holds_integers else "numbers"
     raise DataError(
         f"Column {spec.name!r} holds {kind} from {spec.range[0]} to {spec.range[1]}, and training "
-        f"reads it as {target}, which changes {kind} outside of {allowed[0]} to {allowed[1]}. "
-        f"{advice}"
+        f"reads it as {target}, which changes {kind} outside of {allowed[0]} to {allowed[1]}.",
+        column=spec.name,
+        remedy=advice,
     )
 
 
@@ -148,7 +149,8 @@ def check_array(name: str, array: npt.NDArray[Any], target: str) -> None:
         raise DataError(
             f"Column {name!r} holds {wrong[0]}, and the model takes {target}, which does "
             f"not hold this number. Fit the model with the column as {wanted}, or leave out such "
-            "rows."
+            "rows.",
+            column=name,
         )
 
 
@@ -176,9 +178,11 @@ def check_labels(
     for label in (lowest, highest):
         if not 0 <= label < classes and label != ignored:
             raise DataError(
-                f"label_cols: {name} holds {label:g}; the model's {classes} outputs are classes 0 "
+                f"{name} holds {label:g}; the model's {classes} outputs are classes 0 "
                 f"to {classes - 1}. Number the classes from 0, with pyspark.ml.feature."
-                "StringIndexer for example, or give the model an output for each class."
+                "StringIndexer for example, or give the model an output for each class.",
+                param="label_cols",
+                column=name,
             )
 
 
@@ -191,7 +195,7 @@ def check_ids(name: str, lowest: float, highest: float, rows: int) -> None:
         If the embedding lacks an id.
     """
     if lowest < 0 or highest >= rows:
-        raise DataError(unknown_ids(name, lowest, highest, rows))
+        raise DataError(unknown_ids(name, lowest, highest, rows), column=name)
 
 
 def unknown_ids(name: str, lowest: float, highest: float, rows: int) -> str:

@@ -98,8 +98,10 @@ class InputColumns:
             for name in names:
                 if name not in known:
                     raise ColumnError(
-                        f"feature_cols: the data has no column {name!r} for {_shown(names)}; its "
-                        f"columns are {', '.join(known)}."
+                        f"the data has no column {name!r} for {_shown(names)}; its "
+                        f"columns are {', '.join(known)}.",
+                        param="feature_cols",
+                        column=name,
                     )
                 spec = known[name]
                 if not spec.is_number:
@@ -124,8 +126,10 @@ class InputColumns:
             for name in names:
                 if name not in columns:
                     raise ColumnError(
-                        f"feature_cols: there is no column {name!r} for {_shown(names)}; there are "
-                        f"{', '.join(columns)}."
+                        f"there is no column {name!r} for {_shown(names)}; there are "
+                        f"{', '.join(columns)}.",
+                        param="feature_cols",
+                        column=name,
                     )
                 array = columns[name]
                 if array.dtype.kind not in "biuf" or array.size != len(array):
@@ -176,6 +180,8 @@ def _shown(names: Sequence[str]) -> str:
 def _not_a_number(name: str, names: Sequence[str], found: Any) -> ColumnError:
     held = f"rows of shape {tuple(found)}" if isinstance(found, (tuple, list)) else found
     return ColumnError(
-        f"feature_cols: expected one number per row in each column of {_shown(names)}, and "
-        f"{name!r} holds {held}. Name it outside of the list, as another input."
+        f"expected one number per row in each column of {_shown(names)}, and "
+        f"{name!r} holds {held}. Name it outside of the list, as another input.",
+        param="feature_cols",
+        column=name,
     )

@@ -161,13 +161,15 @@ def column_spec(
     elif pa.types.is_null(leaf):
         raise DataError(
             f"Column {name!r} holds nothing but nulls in {file!r} (its type there is {data_type}); "
-            "fill or drop them before training."
+            "fill or drop them before training.",
+            column=name,
         )
     else:
         raise ColumnError(
             f"Column {name!r} has type {data_type} in {file!r}; expected a number, a boolean, "
             f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out. A collate_fn "
-            "(torch and Lightning) takes it unchanged."
+            "(torch and Lightning) takes it unchanged.",
+            column=name,
         )
     is_whole = pa.types.is_decimal(leaf) and leaf.scale == 0
     return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape), is_whole=is_whole)
@@ -321,7 +323,8 @@ def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> N
     if spec.name not in values:
         raise ColumnError(
             f"The file {file!r} has no column {spec.name!r}: expected it in the path, as in "
-            f"'{spec.name}=1/', where other files have it. Move the file into such a folder."
+            f"'{spec.name}=1/', where other files have it. Move the file into such a folder.",
+            column=spec.name,
         )
     partition_value(spec, values[spec.name], file)
 
@@ -350,7 +353,8 @@ def partition_value(spec: ColumnSpec, text: str, file: str) -> Any:
     if text == _NULL:
         raise DataError(
             f"Column {spec.name!r} is null in all rows of {file!r}, as the path says; remove these "
-            "rows before training."
+            "rows before training.",
+            column=spec.name,
         )
     if spec.dtype == "object":
         return text
@@ -369,7 +373,8 @@ def partition_value(spec: ColumnSpec, text: str, file: str) -> Any:
         )
         raise ColumnError(
             f"Column {spec.name!r} has the value {text!r} in the path {file!r}; expected "
-            f"{expected}, as in the other files. Write the partitions with one type."
+            f"{expected}, as in the other files. Write the partitions with one type.",
+            column=spec.name,
         ) from None
 
 
@@ -378,7 +383,8 @@ def _inferred_dtype(name: str, value: str, file: str) -> str:
         raise ColumnError(
             f"Column {name!r} is a partition with the value {value!r} (path {file!r}); expected "
             "numbers. Store a number in the files instead, for example from "
-            "pyspark.ml.feature.StringIndexer, or leave it out."
+            "pyspark.ml.feature.StringIndexer, or leave it out.",
+            column=name,
         )
     if _INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63:
         return "int64"

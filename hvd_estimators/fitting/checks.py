@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import numpy as np
@@ -13,7 +12,7 @@ from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial
-from hvd_estimators.inference.classification import check_classes, class_scores, resolve_kind
+from hvd_estimators.inference.classification import check_classes, class_scores
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module, reads_several
@@ -28,15 +27,17 @@ _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
 
 
-def check_settings(settings: Settings, framework: Framework) -> None:
-    """Check the params that all estimators have, without reading files of the store.
+def check_params(framework: Framework) -> None:
+    """Check all params, and that their values can be sent, without reading files of the store.
 
     Raises
     ------
     ParamError
         If a required param is not set, or if params contradict each other.
     """
-    framework.check_model()
+    settings: Settings = framework.settings
+    if settings.model is None:
+        raise ParamError("model is not set. Set model.")
     if not settings.feature_cols:
         raise ParamError("feature_cols is not set. Set feature_cols.")
     _ = settings.inputs
@@ -50,10 +51,7 @@ def check_settings(settings: Settings, framework: Framework) -> None:
     if isinstance(weights, list) and len(weights) != labels:
         raise ParamError(f"loss_weights: expected one per label, {labels}, found {len(weights)}.")
     check_one_vs_rest(settings)
-    # Without labels the number of outputs may not be known yet.
-    outputs = len(settings.outputs or ()) or labels or 1
-    check_classes(settings.class_columns, kind_of_outputs(framework, None), outputs)
-    if not framework.reads_itself:
+    if not settings.reads_itself:
         check_data_module(settings.data_module)
         buffer_bytes = settings.shuffle_buffer_size
         if buffer_bytes < _LEAST_BUFFER_BYTES:
@@ -62,6 +60,10 @@ def check_settings(settings: Settings, framework: Framework) -> None:
                 f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
                 f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
             )
+    framework.check()
+    # Without labels the number of outputs may not be known yet.
+    outputs = len(settings.outputs or ()) or labels or 1
+    check_classes(settings.class_columns, settings.kind_of_outputs(None), outputs)
     _ = settings.transformation
 
 
@@ -91,6 +93,7 @@ def check_one_vs_rest(settings: Settings) -> None:
 
 def check_collectives(framework: Framework) -> None:
     """Check that the ranks can use the chosen collectives, and log the choice."""
+    assert framework.tensor_library is not None
     wanted = framework.settings.collectives
     chosen, reason = choose_collectives(wanted, framework.tensor_library)
     library = "Horovod" if chosen == "horovod" else "torch.distributed"
@@ -127,24 +130,15 @@ def check_restarts(settings: Settings, backend: Backend) -> None:
         )
 
 
-def kind_of_outputs(framework: Framework, shape: tuple[int | None, ...] | None) -> str | None:
-    """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
-
-    The user sets it, or the loss tells it. The shape is None if it is not known yet.
-    """
-    settings = framework.settings
-    told = None if settings.upstream_names else framework.kind_of_outputs(shape)
-    return resolve_kind(settings.outputs_are, told)
-
-
 def check_weights(settings: Settings, manifest: DatasetManifest) -> None:
     """Check that each sample weight is one number, unless a transformation creates them."""
     name = settings.sample_weight_col
     are_numbers = {column.name: column.is_number for column in manifest.columns}
     if settings.transformation is None and not are_numbers.get(name, True):
         raise ColumnError(
-            f"sample_weight_col: expected a column of numbers, found {name!r}, whose rows are "
-            "several numbers each. Set a column with one for each row."
+            f"expected a column of numbers, found {name!r}, whose rows are "
+            "several numbers each. Set a column with one for each row.",
+            param="sample_weight_col",
         )
 
 
@@ -152,10 +146,10 @@ def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -
     """Run the checks that need the trial: columns of classifiers, and ranges of labels and ids."""
     settings = framework.settings
     if shapes := trial.output_shapes:
-        kind = kind_of_outputs(framework, shapes[0] if len(shapes) == 1 else None)
+        kind = settings.kind_of_outputs(shapes[0] if len(shapes) == 1 else None)
         class_scores(settings.class_columns, kind, shapes)
     for label, (count, _) in trial.class_limits.items():
-        for number in settings.get("class_weight") or {}:
+        for number in settings.class_weight or {}:
             if not 0 <= number < count:
                 raise ParamError(
                     f"class_weight: found a weight of class {number}; the model's {count} "
@@ -183,8 +177,7 @@ def check_numbers(framework: Framework, trial: Trial, manifest: DatasetManifest)
         if spec.name not in used:
             continue
         members = [columns[name] for name in inputs.matrices.get(spec.name, (spec.name,))]
-        target = framework.tensor_dtype(spec.name, spec.dtype, trial)
-        remedy = functools.partial(framework.dtype_remedy, spec.name)
+        target, remedy = framework.tensor_dtype(spec.name, spec.dtype, trial)
         for member in members:
             is_integer = np.dtype(member.dtype).kind in "iu"
             if member.range is None and is_integer and limits(member.dtype, target):
@@ -198,7 +191,7 @@ def check_numbers(framework: Framework, trial: Trial, manifest: DatasetManifest)
                 check_range(member, dtype, spec.dtype, remedy)
 
 
-def check_monitored(framework: Framework, has_validation: bool) -> None:
+def check_monitored(settings: Settings, has_validation: bool) -> None:
     """Check that training measures the monitored metrics, if the metric names are known.
 
     Raises
@@ -206,8 +199,8 @@ def check_monitored(framework: Framework, has_validation: bool) -> None:
     ParamError
         If a metric is not measured.
     """
-    names, validates = framework.metric_names(), has_validation or framework.reads_itself
-    for setting, monitor in framework.monitors():
+    names, validates = settings.metric_names, has_validation or settings.reads_itself
+    for setting, monitor in settings.monitors:
         if monitor is None:
             continue
         if monitor.startswith("val_") and not validates:

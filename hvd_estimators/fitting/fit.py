@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pyspark.sql import DataFrame
@@ -21,6 +21,7 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
+    HvdEstimatorsError,
     ParamError,
     ShapeError,
     StoreError,
@@ -80,7 +81,7 @@ class Fit:
     """One fit of an estimator: check, prepare the data, try the model, plan, launch, wrap.
 
     `on_frame`, `on_files`, `on_table` and `on_dataset` are the ways to begin; all continue with
-    `_train`.
+    `_train`. As a context manager, it lets errors name the params as the user has set them.
 
     Parameters
     ----------
@@ -108,9 +109,16 @@ class Fit:
         )
         self.framework: Framework = framework_class(self.settings)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, HvdEstimatorsError):
+            self.settings.name_param(error)
+
     # How a fit begins
 
-    def on_frame(self, dataset: DataFrame) -> HorovodModel:
+    def on_frame(self, dataset: DataFrame) -> Any:
         """Write a DataFrame as Parquet, train on it, and return the model."""
         self._convert_labels(_numbers_in(dataset))
         written_after = None
@@ -123,16 +131,11 @@ class Fit:
                     return prepare_data(**options)
 
                 backend = self.ready_backend()
-                checks.check_monitored(self.framework, self.settings.validation is not None)
-                with self.settings.naming_columns():
-                    self._check_columns(dataset)
+                checks.check_monitored(self.settings, self.settings.validation is not None)
+                self._check_columns(dataset)
                 # Executors import the framework while the driver tries the model: the task slots
                 # are free until the rows are written.
-                with (
-                    jobs_on(dataset),
-                    self._warming_up(backend),
-                    self.settings.naming_columns(),
-                ):
+                with jobs_on(dataset), self._warming_up(backend):
                     shown.doing = "Trying the model on some rows"
                     trial = self._try_frame(dataset)
                     num_shards = self._shards_to_write(backend.num_processes())
@@ -146,7 +149,7 @@ class Fit:
                 self._show_prepared(shown, dataset_idx, manifest, written_after)
             return self._train(manifest, backend, trial)
 
-    def on_files(self, path: Paths | None, validation_path: Paths | None) -> HorovodModel:
+    def on_files(self, path: Paths | None, validation_path: Paths | None) -> Any:
         """Train on existing Parquet files, and return the model."""
         files = self._find_files(path, validation_path)
         backend, store = self.ready_backend(), self.settings.store
@@ -159,7 +162,7 @@ class Fit:
             )
         return self._on_found(files, backend)
 
-    def on_table(self, table: Any, where: Any, validation_where: Any) -> HorovodModel:
+    def on_table(self, table: Any, where: Any, validation_where: Any) -> Any:
         """Train on the files of a table, and return the model."""
         self.check()
         files = self._find_tables(table, where, validation_where)
@@ -168,7 +171,7 @@ class Fit:
     def _on_found(self, files: ParquetFiles, backend: Backend) -> HorovodModel:
         doing = "Reading the footers of the Parquet files"
         in_tasks = functools.partial(spread_over_tasks, description=doing)
-        with self._showing(doing) as shown, self.settings.naming_columns():
+        with self._showing(doing) as shown:
             manifest = read_manifest(
                 files.store,
                 files.train,
@@ -182,7 +185,7 @@ class Fit:
         files.check_unchanged()
         return model
 
-    def on_dataset(self, dataset_idx: str) -> HorovodModel:
+    def on_dataset(self, dataset_idx: str) -> Any:
         """Train on a dataset of `prepare_data`, and return the model."""
         backend = self.ready_backend()
         store, validation = self.settings.store, self.settings.validation
@@ -195,8 +198,7 @@ class Fit:
                     "validation part. Pass validation to prepare_data as well, or leave it out "
                     "here."
                 )
-            with self.settings.naming_columns():
-                _require_prepared(dataset_idx, manifest, self.settings.needed_columns)
+            _require_prepared(dataset_idx, manifest, self.settings.needed_columns)
             self._show_prepared(shown, dataset_idx, manifest)
             return self._train(manifest, backend)
 
@@ -205,8 +207,7 @@ class Fit:
     def check(self) -> None:
         """Check the params, without reading files of the store."""
         self.estimator._check_other_names()
-        checks.check_settings(self.settings, self.framework)
-        self.framework.check_params()
+        checks.check_params(self.framework)
 
     def ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
@@ -214,8 +215,7 @@ class Fit:
         return self._checked_backend()
 
     def _checked_backend(self) -> Backend:
-        """Check what is sent, the backend and the store, and return the backend."""
-        self.framework.check_sent()
+        """Check the backend and the store, and return the backend."""
         backend = as_backend(self.estimator._get_or_create_backend())
         checks.check_restarts(self.settings, backend)
         backend.check()
@@ -274,10 +274,7 @@ class Fit:
                 f"data_module: {module.__name__} reads whole folders, which may hold files that "
                 f"are not part of the table {table!r}. Leave data_module out."
             )
-        with (
-            self._showing(f"Listing the files of the table {table}"),
-            settings.naming_columns(),
-        ):
+        with self._showing(f"Listing the files of the table {table}"):
             return find_tables(
                 *(settings.store, table, where, validation_where),
                 *(settings.needed_columns, settings.allowed_text),
@@ -339,8 +336,8 @@ class Fit:
         return write(**options) if grid is None else grid.shared.acquire(options, write)
 
     def _warming_up(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        environment = self.framework.rank_environment()
-        return warming_up(backend, self.framework.rank_function(), self.settings.store, environment)
+        settings = self.settings
+        return warming_up(backend, self.framework.train, settings.store, settings.rank_environment)
 
     # Try
 
@@ -355,7 +352,6 @@ class Fit:
         Trial or None
             None if the model must be tried on the first written rows instead.
         """
-        self.framework.check_without_rows()
         if self.settings.transformation is not None or not self._can_try():
             return None  # only the written rows show the transformation's output
         if self.settings.collate is not None:
@@ -377,16 +373,16 @@ class Fit:
         return self._try(rows_of_model(self.settings, manifest))
 
     def _can_try(self) -> bool:
-        return bool(self.settings.dry_run) and not self.framework.reads_itself
+        return bool(self.settings.dry_run) and not self.settings.reads_itself
 
     def _try(self, columns: Columns) -> Trial:
         return try_batches(self.framework.dry_run, columns, self.settings.batch_size)
 
     def _convert_labels(self, numbers: Collection[str]) -> None:
         """Let labels have the type that the loss takes."""
-        conversions = self.framework.label_conversions(numbers)
-        if conversions:
-            self._use(self.estimator.copy(conversions))
+        converting = type(self.framework).with_label_types(self.estimator, numbers)
+        if converting is not self.estimator:
+            self._use(converting)
 
     # Plan
 
@@ -400,12 +396,10 @@ class Fit:
         self._convert_labels([spec.name for spec in manifest.columns if spec.is_number])
         settings, framework = self.settings, self.framework
         checks.check_weights(settings, manifest)
-        with settings.naming_columns():
-            tried = self._try_rows(manifest) if trial is None else trial
+        tried = self._try_rows(manifest) if trial is None else trial
         checks.check_trial(framework, tried, manifest)
-        with settings.naming_columns():
-            checks.check_numbers(framework, tried, manifest)
-        checks.check_monitored(framework, manifest.validation is not None)
+        checks.check_numbers(framework, tried, manifest)
+        checks.check_monitored(settings, manifest.validation is not None)
 
         fingerprint = self._fingerprint(manifest, tried)
         paths = run_paths(settings, framework.name, fingerprint, self.estimator.grid_fit)
@@ -492,7 +486,7 @@ class Fit:
         run.check_reading(spec.data)
         with CallTransfer(spec) as handover:
             with handover.describing_saved_state(trained=False):
-                launch = Launch(run, handover, self.framework.rank_function(), spec_for, spec)
+                launch = Launch(run, handover, self.framework.train, spec_for, spec)
             if run.checkpoints:
                 handover.delete_others()
             started = time.monotonic()
@@ -511,7 +505,7 @@ class Fit:
                     env = {
                         **({} if spec.use_gpu else HIDDEN),
                         **restarts.environment(),
-                        **self.framework.rank_environment(),
+                        **settings.rank_environment,
                     }
                     results = restarts.launch(backend, lambda on: launch(on, env, handler))
                 seconds = time.monotonic() - started
@@ -533,15 +527,14 @@ class Fit:
         optional: list[Logger] = [] if mlflow is None else [mlflow]
         logs = spec.run.logs_path
         if logs is not None and not self.framework.ranks_log:
-            own = self.framework.has_own_tensorboard()
-            optional.append(TensorBoardLogger(spec.store, logs, own))
+            optional.append(TensorBoardLogger(spec.store, logs, self.settings.has_own_tensorboard))
         logged = LoggedRun(
             run_id=run.paths.run_id,
             key=hashlib.sha256(run.paths.run_path.encode()).hexdigest()[:40],
             epoch=run.epochs_done,
             hyperparameters=hyperparameters(self.estimator, self.framework.learning_rates(trial)),
         )
-        required = self.settings.get("loggers", [])
+        required = self.settings.loggers
         loggers = RunLoggers(logged, required, optional, is_resumed=run.newest is not None)
         return RunRecord(run, start_note(self.estimator, run, spec), loggers, mlflow)
 
@@ -578,7 +571,7 @@ class Fit:
         if self.settings.upstream_names or not shapes or len(shapes) != 1 or len(labels) != 1:
             return
         shape = tuple(shapes[0])
-        kind = checks.kind_of_outputs(self.framework, shape)
+        kind = self.settings.kind_of_outputs(shape)
         if kind is None or len(shape) > 1 or (kind == "values" and not is_scalar(shape)):
             return
         model._setDefault(outputs_are=kind, predictionCol=PREDICTION)
@@ -649,7 +642,9 @@ def _require_prepared(dataset_idx: str, manifest: DatasetManifest, names: Iterab
         if name not in prepared:
             raise ColumnError(
                 f"The prepared dataset {dataset_idx!r} has no column {name!r}; its columns are "
-                f"{', '.join(prepared)}. Pass the column to prepare_data as well."
+                f"{', '.join(prepared)}.",
+                column=name,
+                remedy="Pass the column to prepare_data as well.",
             )
 
 

@@ -9,8 +9,12 @@ import abc
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
+
+import numpy as np
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
@@ -36,14 +40,20 @@ class Framework(abc.ABC):
 
     settings_class: ClassVar[type[Settings]] = Settings
 
+    train: Trainer
+    """The function that every rank calls with the spec.
+
+    It returns a `TrainResult`, and must be importable without PySpark.
+    """
+
     name: ClassVar[str]
     """Prefix of the names of new runs, and the framework that writes their checkpoints."""
 
     model_class: ClassVar[type | None] = None
     """Class of the models that functions build; None if ``model`` cannot be such a function."""
 
-    tensor_library: ClassVar[str] = "torch"
-    """The library whose tensors the ranks reduce, for the param ``collectives``."""
+    tensor_library: ClassVar[str | None] = None
+    """The library whose tensors the ranks reduce, for ``collectives``; None: only with Horovod."""
 
     ranks_log: ClassVar[bool] = False
     """True for Lightning, whose own loggers run on the ranks."""
@@ -84,7 +94,7 @@ class Framework(abc.ABC):
         model, arguments = map(estimator.getOrDefault, ("model", "model_args"))
         if cls.model_class is not None and is_function(model):
             seed = estimator.getOrDefault("random_seed")
-            with contextlib.nullcontext() if seed is None else cls.seeded(seed):
+            with contextlib.nullcontext() if seed is None else seeded(seed):
                 built = build("model", model, cls.model_class, **arguments)
             return estimator.copy({"model": built})
         if arguments:
@@ -94,54 +104,24 @@ class Framework(abc.ABC):
             )
         return estimator
 
-    @staticmethod
-    def seeded(seed: int) -> contextlib.AbstractContextManager[None]:
-        """Seed the framework's random numbers during the block, and restore their state."""
-        return contextlib.nullcontext()
+    @classmethod
+    def with_label_types(cls, estimator: Fittable, numbers: Collection[str]) -> Fittable:
+        """Return the estimator, or a copy that converts labels to what the loss takes.
 
-    def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
-        """Return params, with values, that convert labels to what the loss takes.
-
-        Called before any check. ``numbers`` are the columns with one number per row.
+        ``numbers`` are the columns with one number per row.
         """
-        return {}
+        return estimator
 
-    def check_model(self) -> None:
-        """Check that ``model`` is set, before all other params."""
-        if self.settings.model is None:
-            raise ParamError("model is not set. Set model.")
+    def check(self) -> None:
+        """Check the framework's params, before anything is read or written.
 
-    @property
-    def reads_itself(self) -> bool:
-        """True if the user's data module makes the batches, and may validate."""
-        return False
-
-    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
-        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
-
-        Called before `check_params`, and again after the trial. ``shape`` is the shape of a row of
-        the only output, or None if it is not known yet.
-        """
-        return None
-
-    def check_params(self) -> None:  # noqa: B027
-        """Check the framework's params and their combinations, before anything is read or written.
+        Overrides must call this method, which checks that values can be sent to the ranks.
 
         Raises
         ------
         ParamError
-            If a required param is not set, or if params are incompatible.
-        """
-
-    def check_sent(self) -> None:
-        """Check that the values of the params can be sent to the ranks.
-
-        Overrides must call this method.
-
-        Raises
-        ------
-        ParamError
-            If a value cannot be pickled.
+            If a required param is not set, if params are incompatible, or if a value cannot be
+            pickled.
         """
         for name in self.sent:
             if (value := self.settings.values[name]) is not None:
@@ -153,11 +133,9 @@ class Framework(abc.ABC):
     @property
     def collectives(self) -> str:
         """The library that reduces values over the ranks: ``"horovod"`` or ``"torch"``."""
-        wanted = self.settings.get("collectives")
-        return "horovod" if wanted is None else choose_collectives(wanted, self.tensor_library)[0]
-
-    def check_without_rows(self) -> None:  # noqa: B027
-        """Run the checks of the model that need no rows, before a DataFrame is written."""
+        if self.tensor_library is None:
+            return "horovod"
+        return choose_collectives(self.settings.collectives, self.tensor_library)[0]
 
     @abc.abstractmethod
     def dry_run(self, columns: Columns) -> Trial:
@@ -193,8 +171,10 @@ class Framework(abc.ABC):
     def check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:  # noqa: B027
         """Run the framework's checks that need the trial or the dataset."""
 
-    def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
-        """Return the name of the type in which the model or its loss gets an input or a label.
+    def tensor_dtype(
+        self, name: str, stored: str, trial: Trial
+    ) -> tuple[str, Callable[[str], str]]:
+        """Return the type in which the model or its loss gets an input or a label.
 
         Parameters
         ----------
@@ -204,20 +184,15 @@ class Framework(abc.ABC):
             NumPy name of the type that readers deliver.
         trial : Trial
             Result of the dry run.
+
+        Returns
+        -------
+        dtype : str
+            NumPy name of the type.
+        remedy : callable
+            Returns a sentence on how to let the model get another type.
         """
-        return stored
-
-    def dtype_remedy(self, name: str, dtype: str) -> str:
-        """Return a sentence on how to let the model get an input or label in another type."""
-        return f"Read {name!r} as {dtype}."
-
-    def metric_names(self) -> list[str] | None:
-        """Return the names of the training metrics, or None if only the ranks know them."""
-        return None
-
-    def monitors(self) -> list[tuple[str, str | None]]:
-        """Return pairs of a setting, for messages, and its metric or None for a default one."""
-        return [("checkpoint_monitor", self.settings.checkpoint_monitor)]
+        return stored, lambda dtype: f"Read {name!r} as {dtype}."
 
     def learning_rates(self, trial: Trial) -> list[float]:
         """Return the initial learning rates of one rank, as far as the driver knows them."""
@@ -254,21 +229,6 @@ class Framework(abc.ABC):
         ParamError
             If the ranks would fail with this configuration, such as an unsupported batch size.
         """
-
-    @abc.abstractmethod
-    def rank_function(self) -> Trainer:
-        """Return the function that every rank calls with the spec.
-
-        The function returns a `TrainResult`. It must be importable without PySpark.
-        """
-
-    def rank_environment(self) -> Mapping[str, str | None]:
-        """Return environment variables for the ranks; None removes a variable."""
-        return {}
-
-    def has_own_tensorboard(self) -> bool:
-        """Return whether a callback of the user writes losses and metrics for TensorBoard."""
-        return False
 
 
 class Fittable(DeclaredParams):
@@ -307,6 +267,26 @@ class Fittable(DeclaredParams):
         metadata : mapping
             Dict of each column, by name; see `column_metadata`.
         """
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the random numbers of Python, NumPy and an imported torch, and restore their states."""
+    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
+            if torch is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+WEIGHT_REMEDY = "Divide the weights by a constant, or cast them to float or double."
+"""Sentence on sample weights that the model's type does not hold."""
 
 
 def is_function(value: Any) -> bool:

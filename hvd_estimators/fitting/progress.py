@@ -1,8 +1,8 @@
 """Display of a fit: its stages before training, and its epochs.
 
-On a terminal, one row changes in place. In a notebook, a row of the cell does, and the cell also
-has a line for each epoch, which a saved notebook contains. Elsewhere, there are only lines. Runs on
-the driver.
+Each finished stage and epoch is a line. On a terminal, a row below the lines changes in place: it
+shows the current stage, or a bar of the training. In a notebook, rows of the cell do. Elsewhere,
+there are only lines. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LINE_SECONDS = 60.0
 _BAR_COLUMNS = 100
 # Share of a step that ranks wait for each other, above which a warning is logged.
 _MUCH_WAITING = 0.5
-# A rank reports a short epoch only at its end, so tqdm's rate would be meaningless.
+# A rank reports short epochs only at their ends, so tqdm's rate would be meaningless.
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 _shown_lock = threading.Lock()
@@ -103,11 +103,6 @@ class StageRow:
         if self._end() and self._row is not None:
             self._row.close()
 
-    def clear(self) -> None:
-        """Clear the terminal's row for other output; the row is shown again below it."""
-        if self._row is not None and not self._ended.is_set():
-            self._row.close()
-
     def __enter__(self) -> Self:
         return self
 
@@ -139,6 +134,8 @@ class StageRow:
 class _Row:
     """Lines for stages that take long. Subclasses have a row that changes in place."""
 
+    is_live = False
+
     def __init__(self) -> None:
         self._doing = ""
         self._since = 0.0
@@ -152,8 +149,12 @@ class _Row:
             self._is_late = True
             _write_line(f"{doing} ...")
 
+    def set(self, text: str) -> None:
+        """Show a text in the row, if there is one, instead of the text before."""
+
     def finish(self, done: str) -> None:
         """Replace the row by a line."""
+        self.close()
         _write_line(done)
 
     def close(self) -> None:
@@ -161,24 +162,26 @@ class _Row:
 
 
 class _TerminalRow(_Row):
+    is_live = True
+
     def update(self, doing: str, seconds: float) -> None:
+        self.set(f"{doing} ({seconds:.0f} s)")
+
+    def set(self, text: str) -> None:
         with _shown_lock:
             if len(_shown) > 1:
                 return  # rows of several fits would overwrite each other
         width = shutil.get_terminal_size().columns - 1
-        text = f"{doing} ({seconds:.0f} s)"[:width]
         # With the cursor at the start of the row, other output replaces the row.
-        _write(f"\r{text}\x1b[K\r", sys.stderr)
-
-    def finish(self, done: str) -> None:
-        self.close()
-        _write_line(done)
+        write_text(sys.stderr, f"\r{text[:width]}\x1b[K\r")
 
     def close(self) -> None:
-        _write("\r\x1b[K", sys.stderr)
+        write_text(sys.stderr, "\r\x1b[K")
 
 
 class _NotebookRow(_Row):
+    is_live = True
+
     def __init__(self) -> None:
         super().__init__()
         self._handle: Any = None
@@ -187,11 +190,7 @@ class _NotebookRow(_Row):
     def update(self, doing: str, seconds: float) -> None:
         self.set(f"{doing} ({seconds:.0f} s)")
 
-    def finish(self, done: str) -> None:
-        self.set(done)
-
     def set(self, text: str) -> None:
-        """Show a text instead of the one before."""
         from IPython.display import display
 
         if text == self._text:
@@ -201,6 +200,9 @@ class _NotebookRow(_Row):
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
+
+    def finish(self, done: str) -> None:
+        self.set(done)
 
 
 def _row() -> _Row:
@@ -264,10 +266,10 @@ def show_learning_rates(rates: Sequence[float], scale: int) -> None:
 def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[Handler]:
     """Show the launch and the ranks' reports until the block ends.
 
-    In a notebook, a row shows the current epoch, and each finished epoch is a line of the cell. On
-    a terminal, each epoch has a live bar. Elsewhere, each epoch and each minute of it is a log line
-    of the logger ``hvd_estimators`` (level INFO), or a line on standard error if logging is not
-    configured. If several fits run at once, each shows its run's name.
+    Each finished epoch is a line. On a terminal and in a notebook, a bar shows the progress of the
+    run. Elsewhere, each minute of an epoch is a line, too. Lines are of the cell, or log lines of
+    the logger ``hvd_estimators`` (level INFO), or on standard error if logging is not configured.
+    If several fits run at once, each shows its run's name, and a terminal has no bar.
 
     Parameters
     ----------
@@ -299,7 +301,7 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
         return
     if newest is not None:
         _write_line(_resuming(spec, newest))
-    with contextlib.closing(_display(spec, waiting)) as shown, observing_launches(shown.launch):
+    with contextlib.closing(_Display(spec, waiting)) as shown, observing_launches(shown.launch):
 
         def handle(event: Event) -> None:
             if isinstance(event, RankProgress):
@@ -307,13 +309,10 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
                 shown.show(event)
                 losses.add(event)
             elif isinstance(event, RankWaiting):
-                shown.clear_launch()
                 waiting.add(event)
             elif isinstance(event, RankOutput):
-                shown.clear_launch()
                 _write(event.text(), sys.stderr)
             elif isinstance(event, RankMessage):
-                shown.clear_launch()
                 _write(f"{event.message}\n", sys.stdout)
 
         yield lambda event: context.copy().run(handle, event)
@@ -321,19 +320,14 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
 
 
 def _write(text: str, file: Any) -> None:
-    """Write lines above the active bars."""
-    with tqdm.external_write_mode(file=file):
-        write_text(file, text)
-
-
-def _display(spec: TrainSpec, waiting: StepWaiting) -> _Display:
-    if in_notebook():
-        return _NotebookEpochs(spec, waiting)
-    return (_EpochBars if sys.stderr.isatty() else _Display)(spec, waiting)
+    """Write lines above the row that changes."""
+    if _shown and file.isatty() and sys.stderr.isatty():
+        write_text(sys.stderr, "\r\x1b[K")
+    write_text(file, text)
 
 
 class _Display:
-    """Display of one fit's launches and epochs, with a line per epoch, and per minute."""
+    """Display of one fit's launches and epochs."""
 
     _launch: StageRow
     _state: LaunchState
@@ -342,6 +336,9 @@ class _Display:
         self._name = spec.run.run_id
         self._waiting = waiting
         self._has_name = False
+        self._row = _row()
+        self._total = spec.epochs * spec.data.train_steps_per_epoch
+        self._first: tuple[float, int] | None = None
         self._next_line = time.monotonic() + _LINE_SECONDS
         self._lock = threading.Lock()
         with _shown_lock:
@@ -352,6 +349,7 @@ class _Display:
         """Remove all rows that change."""
         with self._lock:
             self._launch.close()
+        self._row.close()
         with _shown_lock:
             _shown.discard(self)
 
@@ -365,11 +363,6 @@ class _Display:
             self._state = state
             self._launch.doing = self._titled(f"Starting {_processes(state)}: {_phase(state)}")
 
-    def clear_launch(self) -> None:
-        """Clear the launch's row for a line of a rank."""
-        with self._lock:
-            self._launch.clear()
-
     def finish_launch(self) -> None:
         """Replace the launch's row by a line, unless it has been replaced."""
         with self._lock:
@@ -379,101 +372,44 @@ class _Display:
 
     def show(self, event: RankProgress) -> None:
         """Show the progress of an epoch."""
-        now = time.monotonic()
+        now, title = time.monotonic(), self._titled(f"Epoch {event.epoch + 1}/{event.epochs}")
         if event.done:
-            self._write_epoch(event)
-        elif now >= self._next_line:
+            self._row.close()
+            _write_line(f"{title}: {_describe(event)}")
+            self._next_line = now + _LINE_SECONDS
+        elif now >= self._next_line and not self._row.is_live:
             parts = [f"step {event.step:,} of {event.steps:,}", self._waiting.text()]
-            parts.append(_describe(event))
-            _write_line(f"{self._title(event)}: {', '.join(filter(None, parts))}")
-        else:
-            return
-        self._next_line = now + _LINE_SECONDS
+            _write_line(f"{title}: {', '.join(filter(None, [*parts, _describe(event)]))}")
+            self._next_line = now + _LINE_SECONDS
+        if self._row.is_live:
+            self._row.set(self._bar(event, title, now))
 
-    def _write_epoch(self, event: RankProgress) -> None:
-        _write_line(f"{self._title(event)}: {_describe(event)}")
+    def _bar(self, event: RankProgress, title: str, now: float) -> str:
+        """Return a bar of all epochs, with the time that the rest of them takes."""
+        done = event.epoch * event.steps + event.step
+        # A resumed run does not start at 0.
+        self._first = self._first or (now, done - event.step)
+        started, initial = self._first
+        return tqdm.format_meter(
+            done,
+            self._total,
+            now - started,
+            ncols=min(shutil.get_terminal_size().columns - 1, _BAR_COLUMNS),
+            prefix=title,
+            postfix=_describe(event),
+            initial=initial,
+            bar_format=_BAR_FORMAT,
+        )
 
     def _start_launch(self, state: LaunchState) -> None:
         self._state = state
         self._launch = StageRow(self._titled(f"Starting {_processes(state)}"), fit=self)
-
-    def _title(self, event: RankProgress) -> str:
-        return self._titled(f"Epoch {event.epoch + 1}/{event.epochs}")
 
     def _titled(self, text: str) -> str:
         with _shown_lock:
             # Once shown, the name stays. Otherwise the bar would shift sideways.
             self._has_name = self._has_name or len(_shown) > 1
         return f"{self._name}, {text}" if self._has_name else text
-
-
-class _NotebookEpochs(_Display):
-    """One row for the current epoch, and a line of the cell per epoch."""
-
-    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
-        super().__init__(spec, waiting)
-        self._row = _NotebookRow()
-        self._total = spec.epochs * spec.data.train_steps_per_epoch
-        self._initial = 0
-        self._started: float | None = None
-
-    def show(self, event: RankProgress) -> None:
-        now = time.monotonic()
-        before = event.epoch * event.steps
-        if self._started is None:
-            # A resumed run does not start at 0.
-            self._started, self._initial = now, before
-        bar = tqdm.format_meter(
-            before + event.step,
-            self._total,
-            now - self._started,
-            ncols=_BAR_COLUMNS,
-            prefix=self._title(event),
-            unit="step",
-            postfix=_describe(event),
-            initial=self._initial,
-        )
-        self._row.set(bar)
-        if event.done:
-            self._write_epoch(event)
-
-
-class _EpochBars(_Display):
-    """One bar per epoch."""
-
-    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
-        super().__init__(spec, waiting)
-        self._bar: Any = None
-        self._epoch = -1
-
-    def show(self, event: RankProgress) -> None:
-        if event.epoch != self._epoch:
-            self._close_bar()
-            self._epoch = event.epoch
-            self._bar = tqdm(
-                total=event.steps,
-                desc=self._title(event),
-                file=sys.stderr,
-                bar_format=_BAR_FORMAT,
-            )
-        self._bar.set_postfix_str(_describe(event), refresh=False)
-        self._bar.update(event.step - self._bar.n)
-        self._bar.refresh()
-        if event.done:
-            self._close_bar()
-
-    def close(self) -> None:
-        super().close()
-        self._close_bar()
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            # A bar left in place would mix with the bars of other fits, which move up.
-            last = str(self._bar)
-            self._bar.leave = False
-            self._bar.close()
-            self._bar = None
-            _write(f"\r{last}\n", sys.stderr)
 
 
 def _write_line(line: str) -> None:

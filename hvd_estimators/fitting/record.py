@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
@@ -27,7 +28,7 @@ from hvd_estimators.exceptions import (
     TrainingInterruptedError,
     WorkerFailedError,
 )
-from hvd_estimators.fitting.epoch_feed import EpochFeed
+from hvd_estimators.fitting.call_queue import CallQueue
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import MlflowLogger
 from hvd_estimators.fitting.run import ReadOrder, Run
@@ -58,6 +59,7 @@ _NOT_COMPARED = {"backend_env", "run_id", "store", "verbose"}
 """Params that are not hyperparameters."""
 _MOST_ENTRIES = 100
 _MOST_CHARACTERS = 1000
+_SECONDS_BETWEEN = 1.0
 _CLOSE_SECONDS = 120.0
 """Maximum wait for the history to be written at the end of a fit."""
 
@@ -237,7 +239,9 @@ class RunRecord:
         self._written = ""
         self._loggers = loggers
         self._mlflow = mlflow
-        self._feed = EpochFeed(self._add, f"history of run {run.paths.run_id!r}")
+        self._history = CallQueue(f"history of run {run.paths.run_id!r}")
+        self._next_write = 0.0
+        self._has_warned = self._is_complete = False
 
     def __enter__(self) -> Self:
         self._loggers.start()
@@ -254,12 +258,8 @@ class RunRecord:
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._store.saving_runs():
-            self._feed.close(_CLOSE_SECONDS)
-            self._run.beat()
-            if exc is not None and self._rows:
-                with self._warned():
-                    # Does nothing unless the feed's last write failed.
-                    self._write_rows(self._rows)
+            if not self._is_complete:
+                self._end_history(self._rows)
             with self._warned():
                 self._write("metadata", _json(end_note(self._document, exc, self._store)))
         self._loggers.finish("finished" if exc is None else end_state(exc))
@@ -271,7 +271,7 @@ class RunRecord:
             if isinstance(event, RankEpoch):
                 rows = [(event.epoch, str(s), str(n), float(v)) for s, n, v in event.rows]
                 if self._store.saving_runs():
-                    self._feed.put(rows)
+                    self._add(rows)
                 self._loggers.log({event.epoch: {**event.rates, **measured_rows(event.rows)}})
             shown(event)
 
@@ -317,10 +317,8 @@ class RunRecord:
             )
         self._document = {**self._document, "stopped": len(history) if stopped else None}
         if self._store.saving_runs():
-            self._feed.close(_CLOSE_SECONDS)
-            self._run.beat()
-            with self._warned():
-                self._write_rows(metrics)
+            self._is_complete = True
+            self._end_history(metrics)
         # Events do not arrive for certain, and a logger may have failed.
         done = self._run.epochs_done
         self._loggers.log({r.epoch: measured(r) for r in history[done:]}, again=False)
@@ -331,7 +329,31 @@ class RunRecord:
         """Record epochs; retrained epochs replace recorded epochs from the first one on."""
         first = min((row[0] for row in rows), default=math.inf)
         self._rows = [*(row for row in self._rows if row[0] < first), *rows]
-        self._write_rows(self._rows)
+        self._history.put(self._write_history)
+
+    def _write_history(self) -> None:
+        """Write the newest rows, at most once per second; runs in another thread."""
+        if time.monotonic() < self._next_write:
+            return
+        try:
+            self._write_rows(self._rows)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "history of run %r: metrics could not be written (%s: %s). They are written "
+                    "later if possible; training continues.",
+                    *(self._run.paths.run_id, type(error).__name__, redacted(str(error))),
+                )
+        self._next_write = time.monotonic() + _SECONDS_BETWEEN
+
+    def _end_history(self, rows: Sequence[HistoryRow]) -> None:
+        self._history.close()
+        self._history.join(_CLOSE_SECONDS)
+        self._run.beat()
+        if rows or self._is_complete:
+            with self._warned():
+                self._write_rows(rows)
 
     def _write_rows(self, rows: Sequence[HistoryRow]) -> None:
         text = history_text(rows)

@@ -117,7 +117,7 @@ class Launch:
             # Backends of other packages write no logs.
             with contextlib.suppress(Exception):
                 if logs is not None and logs.store.names(logs.folder):
-                    error.args = (f"{error}\nThe output of all ranks is in {logs.folder}.",)
+                    error.add_remedy(f"The output of all ranks is in {logs.folder}.")
             raise
 
     def _rank_logs(self) -> RankLogs | None:

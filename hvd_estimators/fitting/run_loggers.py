@@ -6,13 +6,12 @@ import concurrent.futures
 import copy
 import functools
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import DependencyError, LoggerError
+from hvd_estimators.fitting.call_queue import CallQueue
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store.redaction import redacted
 
@@ -144,11 +143,7 @@ class _LoggerThread:
         self.is_ignored = False
         self._logged: set[int] = set()
         self._silent = set() if warns else {"start"}
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name=f"hvd_estimators {self.name}", daemon=True
-        )
-        self._thread.start()
+        self._calls = CallQueue(f"hvd_estimators {self.name}")
 
     def call(self, method: str, *arguments: Any) -> concurrent.futures.Future[None]:
         """Queue a call, and return its result as a future."""
@@ -168,13 +163,11 @@ class _LoggerThread:
 
     def close(self) -> None:
         """End the thread after the queued calls."""
-        self._calls.put(None)
+        self._calls.close()
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the thread, and return whether it has ended; True if ignored."""
-        if not self.is_ignored:
-            self._thread.join(seconds)
-        return self.is_ignored or not self._thread.is_alive()
+        return self.is_ignored or self._calls.join(seconds)
 
     def _log(self, epoch: int, metrics: Mapping[str, float], again: bool) -> None:
         if again or epoch not in self._logged:
@@ -182,27 +175,19 @@ class _LoggerThread:
             self._logged.add(epoch)
 
     def _put(self, method: str, call: Callable[[], None]) -> concurrent.futures.Future[None]:
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._calls.put((future, method, call))
-        return future
+        return self._calls.put(functools.partial(self._call, method, call))
 
-    def _run(self) -> None:
-        while (queued := self._calls.get()) is not None:
-            future, method, call = queued
-            if self.is_ignored:
-                future.set_result(None)
-                continue
-            try:
-                call()
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
-                self.is_ignored = method == "start"
-                if method not in self._silent:
-                    self._silent.add(method)
-                    logger.warning(
-                        "%s The fit continues.", _message(self.name, method, _text(error))
-                    )
+    def _call(self, method: str, call: Callable[[], None]) -> None:
+        if self.is_ignored:
+            return
+        try:
+            call()
+        except Exception as error:
+            self.is_ignored = method == "start"
+            if method not in self._silent:
+                self._silent.add(method)
+                logger.warning("%s The fit continues.", _message(self.name, method, _text(error)))
+            raise
 
 
 def _message(name: str, method: str, reason: str) -> str:

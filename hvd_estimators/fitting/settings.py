@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -14,9 +12,9 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
 from hvd_estimators.data.rows import ROWS
 from hvd_estimators.data.types import TextColumns
-from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, ParamError
+from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.stores import default_store
-from hvd_estimators.inference.classification import class_columns
+from hvd_estimators.inference.classification import class_columns, resolve_kind
 from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.transform import Transformation, make_transformation
@@ -43,6 +41,8 @@ class Settings:
         Default value by param.
     given : frozenset of str
         Params that the user has set, by any of their names.
+    other_names : mapping of str to str
+        The names by which the user has set params, such as featuresCol for feature_cols.
     upstream_names : bool
         True for the names of ``horovod.spark``: "group_0_label" for a metric, and no column
         "prediction".
@@ -51,6 +51,7 @@ class Settings:
     values: Mapping[str, Any] = field(repr=False)  # some hold credentials
     defaults: Mapping[str, Any] = field(repr=False)
     given: frozenset[str]
+    other_names: Mapping[str, str] = field(default_factory=dict)
     upstream_names: bool = False
 
     needs_all_columns: ClassVar[bool] = True
@@ -64,6 +65,7 @@ class Settings:
             {name: params.getOrDefault(name) for name in names},
             params._defaults(),
             frozenset(filter(params._is_given, names)),
+            params._names_as_set(),
             upstream_names,
         )
 
@@ -119,9 +121,10 @@ class Settings:
         clashes = [name for name in inputs.matrices if name in others]
         if clashes:
             raise ParamError(
-                f"feature_cols: a list of columns is the input {clashes[0]!r}, which is also the "
+                f"a list of columns is the input {clashes[0]!r}, which is also the "
                 f"name of another column. Name the list by a dict, such as {{'numbers': "
-                f"{list(inputs.matrices[clashes[0]][:2])}}}."
+                f"{list(inputs.matrices[clashes[0]][:2])}}}.",
+                param="feature_cols",
             )
         return inputs
 
@@ -216,30 +219,66 @@ class Settings:
         return tuple(columns) if self.transformation else self.inputs.specs(columns)
 
     @property
+    def reads_itself(self) -> bool:
+        """True if the user's data module makes the batches, and may validate."""
+        return False
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        """Names of the training metrics, or None if only the ranks know them."""
+        return None
+
+    @property
+    def monitors(self) -> list[tuple[str, str | None]]:
+        """Pairs of a setting, for messages, and its metric or None for a default one."""
+        return [("checkpoint_monitor", self.checkpoint_monitor)]
+
+    @property
+    def rank_environment(self) -> Mapping[str, str | None]:
+        """Environment variables of the ranks; None removes a variable."""
+        return {}
+
+    @property
+    def has_own_tensorboard(self) -> bool:
+        """True if a callback of the user writes losses and metrics for TensorBoard."""
+        return False
+
+    def kind_of_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
+
+        ``shape`` is the shape of a row of the only output, or None if it is not known yet.
+        """
+        return None
+
+    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
+
+        The user sets it, or the loss tells it. The shape is None if it is not known yet.
+        """
+        told = None if self.upstream_names else self.kind_of_loss(shape)
+        return resolve_kind(self.outputs_are, told)
+
+    @property
     def class_columns(self) -> dict[str, str]:
         """The columns of a classifier that are requested: content to column name."""
         return class_columns(self.get)
 
-    @contextlib.contextmanager
-    def naming_columns(self) -> Iterator[None]:
-        """Add the param that names a column to errors about this column."""
-        try:
-            yield
-        except (ColumnError, DataError) as error:
-            message = str(error)
-            for param in _COLUMNS:
-                given = self.values[param] or []
-                names = [given] if isinstance(given, str) else InputColumns.of(given).columns
-                if any(f"olumn {name!r}" in message for name in names):
-                    if not re.match(r"\w+:", message):
-                        message = f"{param}: {message}"
-                    if param not in self.given:
-                        unset = f"{param} is not set, and its default is {', '.join(names)}: "
-                        message = re.sub(r"^\w+: ", unset, message)
-                        # Another column does not repair the values of this one.
-                        if isinstance(error, ColumnError):
-                            remedy = ", or [] to train without labels"
-                            message += f" Set {param}{remedy if param == 'label_cols' else ''}."
-                    error.args = (message, *error.args[1:])
-                    break
-            raise
+    def name_param(self, error: HvdEstimatorsError) -> None:
+        """Let an error name the param that a column comes from, as the user has set it."""
+        columns = {name: self._columns_of(name) for name in _COLUMNS}
+        param = error.param
+        if param is None:
+            param = next((name for name in _COLUMNS if error.column in columns[name]), None)
+        if param is None:
+            return
+        error.param = self.other_names.get(param, param)
+        if param not in self.given and error.column in columns.get(param, ()):
+            error.default = ", ".join(columns[param])
+            # Another column does not repair the values of this one.
+            if isinstance(error, ColumnError):
+                without = ", or [] to train without labels" if param == "label_cols" else ""
+                error.add_remedy(f"Set {param}{without}.")
+
+    def _columns_of(self, param: str) -> Sequence[str]:
+        given = self.values[param] or []
+        return [given] if isinstance(given, str) else InputColumns.of(given).columns

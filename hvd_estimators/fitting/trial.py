@@ -175,8 +175,7 @@ def try_batches(dry_run: Callable[[Columns], Trial], columns: Columns, batch_siz
             return dry_run(repeated(columns, batch_size))
         except ShapeError as error:
             failure = error
-    # Changing the arguments preserves the exception's cause.
-    failure.args = (f"{failure} dry_run=False leaves out this trial on the driver.",)
+    failure.add_remedy("dry_run=False leaves out this trial on the driver.")
     raise failure
 
 

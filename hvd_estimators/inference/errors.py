@@ -79,16 +79,15 @@ def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
         yield
     except ColumnError as error:
         given = get("transformation_fn") or get("transformation_batch_fn")
-        is_asked = "olumn" in str(error) and not str(error).startswith("outputCols")
-        if given is None or get("apply_transformation") or not is_asked:
+        if given is None or get("apply_transformation") or error.column is None:
             raise
-        # Drop the advice for training, such as a StringIndexer: the transformation did that.
-        reason = str(error).partition("; expected ")[0].rstrip(".")
-        raise ColumnError(
-            f"{reason}. The model was trained with a transformation, and takes columns as that "
-            "leaves them. Set apply_transformation=True (model.setApplyTransformation(True)) to "
-            "apply it to these columns, or give columns that are transformed already."
-        ) from error
+        # Replaces advice for training, such as a StringIndexer: the transformation did that.
+        error.remedy = (
+            "The model was trained with a transformation, and takes columns as that leaves them. "
+            "Set apply_transformation=True (model.setApplyTransformation(True)) to apply it to "
+            "these columns, or give columns that are transformed already."
+        )
+        raise
 
 
 @contextlib.contextmanager

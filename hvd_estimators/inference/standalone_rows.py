@@ -186,7 +186,8 @@ def _columns(
     if missing:
         raise ColumnError(
             f"There is no column {', '.join(map(repr, missing))}; the model takes "
-            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
+            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}.",
+            column=missing[0],
         )
     return table, to_result, as_arrow
 
@@ -241,8 +242,9 @@ def _columns_of(
         for name in features:
             if name not in record:
                 raise ColumnError(
-                    f"There is no {name!r} in row {number}; the model takes "
-                    f"{', '.join(features)}, and there are {', '.join(map(str, record)) or 'none'}."
+                    f"There is no {name!r} in row {number}; the model takes {', '.join(features)}, "
+                    f"and there are {', '.join(map(str, record)) or 'none'}.",
+                    column=name,
                 )
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [_dense(record.get(name)) for record in records] for name in names}
@@ -304,7 +306,8 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ColumnError(
-            f"Column {name!r} holds values that cannot be inputs of a model ({error})."
+            f"Column {name!r} holds values that cannot be inputs of a model ({error}).",
+            column=name,
         ) from error
     return _decoded(column)
 
@@ -341,8 +344,9 @@ def _check_type(array: Array, name: str, is_text: bool) -> None:
         "text" if kind == "O" and isinstance(array.flat[0], (str, bytes)) else array.dtype.name
     )
     raise ColumnError(
-        f"Column {name!r} holds {kind_name}; the model takes numbers, booleans and arrays of them. "
-        "Convert it."
+        f"Column {name!r} holds {kind_name}; the model takes numbers, booleans and arrays of them.",
+        column=name,
+        remedy="Convert it.",
     )
 
 

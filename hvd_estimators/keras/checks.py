@@ -22,8 +22,6 @@ from hvd_estimators.keras.user_callbacks import check_callbacks
 def check_model(settings: KerasSettings) -> None:
     """Check that the model is one of Keras 3."""
     model = settings.model
-    if model is None:
-        raise ParamError("model is not set. Set model.")
     if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
         raise ParamError(
             f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
@@ -78,14 +76,16 @@ def _check_without_labels(settings: KerasSettings) -> None:
     given = settings.loss is not None or bool(settings.metrics)
     if given or (model.loss is not None and not has_own_step(model)):
         raise ParamError(
-            "label_cols: found [], and loss or metrics compare outputs to labels. Set "
+            "found [], and loss or metrics compare outputs to labels. Set "
             "label_cols (an autoencoder's are its features). Or remove loss and metrics, and "
-            "define train_step() or compute_loss() in the model, or call add_loss() in it."
+            "define train_step() or compute_loss() in the model, or call add_loss() in it.",
+            param="label_cols",
         )
     if settings.sample_weight_col:
         raise ParamError(
-            "sample_weight_col: Keras weights the losses of labels, and label_cols is []. Add "
-            "the column to feature_cols and use it in the model's own loss."
+            "Keras weights the losses of labels, and label_cols is []. Add "
+            "the column to feature_cols and use it in the model's own loss.",
+            param="sample_weight_col",
         )
 
 

@@ -113,9 +113,10 @@ class CompileSettings:
         for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
             if label is None and value is not None:
                 raise ParamError(
-                    f"label_cols: the model is compiled with a loss for its output {name!r}, which "
+                    f"the model is compiled with a loss for its output {name!r}, which "
                     "has no label column. Set label_cols to all outputs that have a loss, or "
-                    "compile the model without a loss for this output."
+                    "compile the model without a loss for this output.",
+                    param="label_cols",
                 )
         return outputs.pack(flat)
 

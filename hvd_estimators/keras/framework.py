@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
-from hvd_estimators.fitting.framework import Fittable, Framework, is_function
+from hvd_estimators.fitting.framework import WEIGHT_REMEDY, Fittable, Framework, is_function
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.keras.backend import (
@@ -30,13 +28,12 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.checks import check_model, check_params
 from hvd_estimators.keras.collectives import reductions_of
-from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun, check_batches
 from hvd_estimators.keras.losses import (
     NO_TEST_LOSS,
     class_limit,
-    kind_of_outputs,
     losses_by_output,
 )
 from hvd_estimators.keras.outputs import Outputs
@@ -44,8 +41,6 @@ from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.tensors import id_limits
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
-from hvd_estimators.keras.user_callbacks import selects_by_metric
-from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.spec import TrainSpec
 
@@ -71,6 +66,7 @@ class KerasFramework(Framework):
 
     settings_class = KerasSettings
     name = "keras"
+    train = staticmethod(train)
     model_class = keras.Model
     tensor_library = str(keras.backend.backend())
     run_settings = (*Framework.run_settings, "class_weight")
@@ -87,31 +83,18 @@ class KerasFramework(Framework):
             remember(made.getOrDefault("model"), functools.partial(model, **arguments))
         return made
 
-    @staticmethod
-    @contextlib.contextmanager
-    def seeded(seed: int) -> Iterator[None]:
-        with kept_random_state():
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        # Made by `check`, so that a model that Keras cannot copy fails early.
+        self._prepared: tuple[DryRun, CompileSettings] | None = None
 
-    def check_model(self) -> None:
+    def check(self) -> None:
         require_backend()
         check_collectives(self)
         check_model(self.settings)
-
-    def check_params(self) -> None:
         check_params(self.settings)
-
-    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
-        model, given = self.settings.model, self.settings.loss
-        if has_own_step(model) or len(self.settings.label_cols) != 1:
-            return None
-        entries = losses(getattr(model, "loss", None) if given is None else given)
-        return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
-
-    def check_without_rows(self) -> None:
-        self._new_dry_run()
+        super().check()
+        self._prepared = self._new_dry_run()
 
     def dry_run(self, columns: Columns) -> Trial:
         return self._tried(DryRun.run, columns)
@@ -121,7 +104,8 @@ class KerasFramework(Framework):
 
     def _tried(self, use: Callable[[DryRun, Columns], None], columns: Columns) -> Trial:
         """Return the results of a new dry run that has used some rows."""
-        dry_run, compiled = self._new_dry_run()
+        dry_run, compiled = self._prepared or self._new_dry_run()
+        self._prepared = None
         use(dry_run, columns)
         passes = self.settings.backward_passes_per_step
         if passes > 1 and dry_run.why_one_batch_per_step is not None:
@@ -179,33 +163,22 @@ class KerasFramework(Framework):
                 label.column, label.array(rows_of_model(self.settings, manifest)[label.column])
             )
 
-    def tensor_dtype(self, name: str, stored: str, trial: Any) -> str:
+    def tensor_dtype(self, name: str, stored: str, trial: Any) -> tuple[str, Callable[[str], str]]:
         if name == self.settings.sample_weight_col:
-            return str(keras.config.floatx())
+            return str(keras.config.floatx()), lambda dtype: WEIGHT_REMEDY
+
+        def remedy(dtype: str) -> str:
+            if name in self.settings.inputs.names:
+                return f"Give the model's input for {name!r} that type: keras.Input(..., {dtype=})."
+            return f"Call keras.config.set_floatx({dtype!r}) before the model is built."
+
         tensors = trial.dry_run.tensors
         fields = [*keras.tree.flatten(tensors.inputs), *tensors.label_fields()]
         dtypes = (f.dtype_of(np.dtype(stored)) for f in fields if f.column == name)
-        return str(next(dtypes, stored))
-
-    def dtype_remedy(self, name: str, dtype: str) -> str:
-        if name == self.settings.sample_weight_col:
-            return "Divide the weights by a constant, or cast them to float or double."
-        if name in self.settings.inputs.names:
-            return f"Give the model's input for {name!r} that type: keras.Input(..., {dtype=})."
-        return f"Call keras.config.set_floatx({dtype!r}) before the model is built."
-
-    def monitors(self) -> list[tuple[str, str | None]]:
-        callback = self.settings.checkpoint_callback
-        selecting = [callback] if callback is not None and selects_by_metric(callback) else []
-        what = "checkpoint_callback: its monitor"
-        return [*super().monitors(), *((what, each.monitor) for each in selecting)]
+        return str(next(dtypes, stored)), remedy
 
     def learning_rates(self, trial: Any) -> list[float]:
         return learning_rates(trial.dry_run.model)
-
-    def has_own_tensorboard(self) -> bool:
-        callbacks = self.settings.callbacks
-        return any(isinstance(each, keras.callbacks.TensorBoard) for each in callbacks)
 
     def model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.settings.learning_rate is not None
@@ -236,12 +209,6 @@ class KerasFramework(Framework):
             collectives=self.collectives,
             prefetch=settings.tensorflow_dataset_prefetch_buffer_size,
         )
-
-    def rank_function(self) -> Trainer:
-        return train
-
-    def rank_environment(self) -> Mapping[str, str | None]:
-        return {"KERAS_BACKEND": keras.backend.backend(), **self.settings.backend_env}
 
 
 def _class_limits(dry_run: DryRun) -> dict[str, tuple[int, float | None]]:

@@ -134,17 +134,19 @@ class Outputs:
                 return paired([name if name in label_names else None for name in names])
         if has_keys or _holds_dict(self.structure):
             raise ShapeError(
-                f"label_cols: the model returns a dict of outputs {_listed(self.names)}, and the "
+                f"the model returns a dict of outputs {_listed(self.names)}, and the "
                 f"label columns are {_listed(label_cols)}. Outputs in a dict pair with labels by "
-                "name: return a flat dict whose keys are the label columns, or rename the columns."
+                "name: return a flat dict whose keys are the label columns, or rename the columns.",
+                param="label_cols",
             )
         if count != len(label_cols):
             named = f" ({_listed(self.names)})" if None not in self.names else ""
             raise ShapeError(
-                f"label_cols: the model has {count} outputs{named}, and there are "
+                f"the model has {count} outputs{named}, and there are "
                 f"{len(label_cols)} label columns: {', '.join(label_cols)}. Set one label column "
                 "per output. If some outputs have no label, set outputs to those that have one, "
-                "such as [0], or let the model return a dict with the label columns as keys."
+                "such as [0], or let the model return a dict with the label columns as keys.",
+                param="label_cols",
             )
         displaced = [
             label
@@ -153,10 +155,11 @@ class Outputs:
         ]
         if displaced:
             raise ShapeError(
-                f"label_cols: the model's outputs are named {_listed(self.names)}, and the label "
+                f"the model's outputs are named {_listed(self.names)}, and the label "
                 f"columns are {_listed(label_cols)}: by name and by position they pair in "
                 "different ways. Name either all output layers after label columns, or no output "
-                "layer."
+                "layer.",
+                param="label_cols",
             )
         return paired(label_cols)
 

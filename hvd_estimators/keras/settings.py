@@ -16,11 +16,16 @@ import keras
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import causes
-from hvd_estimators.keras.backend import has_own_compile, kept_random_state
+from hvd_estimators.keras.backend import (
+    has_own_compile,
+    has_own_step,
+    kept_random_state,
+)
 from hvd_estimators.keras.compile_args import CompileSettings, losses
-from hvd_estimators.keras.losses import weights_by_samples, without_reduction
+from hvd_estimators.keras.losses import kind_of_outputs, weights_by_samples, without_reduction
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
+from hvd_estimators.keras.user_callbacks import selects_by_metric
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +42,28 @@ class KerasSettings(Settings):
         """
         model = self.model
         return text_columns(input_structure(model, self.inputs.names))
+
+    def kind_of_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        model, given = self.model, self.loss
+        if has_own_step(model) or len(self.label_cols) != 1:
+            return None
+        entries = losses(getattr(model, "loss", None) if given is None else given)
+        return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
+
+    @property
+    def monitors(self) -> list[tuple[str, str | None]]:
+        callback = self.checkpoint_callback
+        selecting = [callback] if callback is not None and selects_by_metric(callback) else []
+        what = "checkpoint_callback: its monitor"
+        return [*super().monitors, *((what, each.monitor) for each in selecting)]
+
+    @property
+    def has_own_tensorboard(self) -> bool:
+        return any(isinstance(each, keras.callbacks.TensorBoard) for each in self.callbacks)
+
+    @property
+    def rank_environment(self) -> Mapping[str, str | None]:
+        return {"KERAS_BACKEND": keras.backend.backend(), **self.backend_env}
 
     def optimizer_object(self) -> keras.optimizers.Optimizer:
         """Return the optimizer, as Keras makes it of a name, or the compiled model's."""

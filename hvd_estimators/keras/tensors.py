@@ -87,10 +87,11 @@ class Field:
         if dtype.kind in "OSU":
             if not on_tensorflow():
                 raise ShapeError(
-                    f"feature_cols: column {self.column!r} holds text, which Keras has on "
+                    f"column {self.column!r} holds text, which Keras has on "
                     "TensorFlow only. Make numbers of it before, with "
                     "pyspark.ml.feature.StringIndexer or a transformation_fn, or set "
-                    "KERAS_BACKEND=tensorflow."
+                    "KERAS_BACKEND=tensorflow.",
+                    param="feature_cols",
                 )
             return "string"
         return self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
@@ -297,9 +298,10 @@ def input_structure(
         elif len(inputs) < len(feature_cols):
             hint = ' [["a", "b"], "c"] makes one input of the columns a and b, and another of c.'
         raise ShapeError(
-            f"feature_cols: the model has {len(inputs)} inputs "
+            f"the model has {len(inputs)} inputs "
             f"({', '.join(tensor.name for tensor in inputs)}), and there are {len(feature_cols)} "
-            f"feature columns: {', '.join(feature_cols)}. Set one column per input.{hint}"
+            f"feature columns: {', '.join(feature_cols)}. Set one column per input.{hint}",
+            param="feature_cols",
         )
     if isinstance(structure, Mapping) and len(structure) == len(inputs) > 1:
         _check_names(structure, feature_cols)
@@ -357,8 +359,9 @@ def _of_subclassed(
     if keys is not None:
         if len(keys) != len(feature_cols):
             raise ShapeError(
-                f"feature_cols: the model takes a dict with the keys {', '.join(keys)}, and the "
-                f"feature columns are {', '.join(feature_cols)}. Set one column per key."
+                f"the model takes a dict with the keys {', '.join(keys)}, and the "
+                f"feature columns are {', '.join(feature_cols)}. Set one column per key.",
+                param="feature_cols",
             )
         return {key: Field(name) for key, name in zip(keys, feature_cols, strict=True)}
     if shapes is None and len(feature_cols) > 1:
@@ -372,9 +375,10 @@ def _of_subclassed(
 def _check_names(keys: Any, feature_cols: Sequence[str]) -> None:
     if set(keys) != set(feature_cols):
         raise ShapeError(
-            f"feature_cols: the model takes a dict with the keys {', '.join(map(str, keys))}, and "
+            f"the model takes a dict with the keys {', '.join(map(str, keys))}, and "
             f"the feature columns are {', '.join(feature_cols)}. Inputs in a dict pair with "
-            "columns by name: set feature_cols to the keys, and rename columns to them."
+            "columns by name: set feature_cols to the keys, and rename columns to them.",
+            param="feature_cols",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,6 @@ from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObj
 from hvd_estimators.torch.dry_run import check_embeddings, check_one_row, with_any_size
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import dump_module, load_module, module_file
-from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
 _OF_A_PART = frozenset(
@@ -57,16 +56,13 @@ class LightningFramework(TorchFramework):
 
     settings_class = LightningSettings
     name = "lightning"
+    train = staticmethod(train)
     ranks_log = True
     sent = (*TorchFramework.sent, "logger", "profiler", "trainer_args")
     settings: LightningSettings
 
     def check_training(self) -> None:
         check_training(self.settings)
-
-    @property
-    def reads_itself(self) -> bool:
-        return self.settings.has_lightning_data
 
     def dry_run(self, columns: Columns) -> Trial:
         settings = self.settings
@@ -107,12 +103,11 @@ class LightningFramework(TorchFramework):
             shapes = row_shapes(module, forward_inputs(module, arrays, spec), spec) or None
         return replace(trial, output_shapes=shapes)
 
-    def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
-        dtype: str = self.settings.column_dtypes.get(name, stored)
-        return dtype
-
-    def metric_names(self) -> list[str] | None:
-        return None  # modules and callbacks can log any name
+    def tensor_dtype(
+        self, name: str, stored: str, trial: Trial
+    ) -> tuple[str, Callable[[str], str]]:
+        remedy = super().tensor_dtype(name, stored, trial)[1]
+        return self.settings.column_dtypes.get(name, stored), remedy
 
     def model_identity(self, trial: Trial) -> dict[str, Any]:
         identity = super().model_identity(trial)
@@ -134,7 +129,7 @@ class LightningFramework(TorchFramework):
         if trial.takes_one_row is False and settings.train_steps_per_epoch is None:
             check_one_row(settings.model, common.data, trial.takes_one_row)
         check_shards_of_module(settings.model, common.data, settings.trainer_args)
-        if not settings.has_lightning_data:
+        if not settings.reads_itself:
             common.data.require_rows_in_batches("model: a LightningModule")
             common.data.require_validation_rows()
         trainer_args = settings.trainer_args
@@ -169,9 +164,6 @@ class LightningFramework(TorchFramework):
                 **{name: settings.get(name) for name in _USERS_DATA_PARAMS},
             },
         )
-
-    def rank_function(self) -> Trainer:
-        return train
 
 
 def with_learning_rate(module: Any, rate: float | None) -> Any:

@@ -26,9 +26,12 @@ class LightningSettings(TorchSettings):
         return dict(self.values["trainer_args"] or {})
 
     @property
-    def has_lightning_data(self) -> bool:
-        """True if the user's LightningDataModule reads the rows."""
+    def reads_itself(self) -> bool:
         return is_lightning_data(self.data_module)
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        return None  # modules and callbacks can log any name
 
     @cached_property
     def flavor(self) -> Flavor:

@@ -9,8 +9,8 @@ from pyspark.sql import Column, DataFrame
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.lightning.model import LightningModel
-from hvd_estimators.lightning.params import LightningParams
 from hvd_estimators.params.signatures import getter, setter
+from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.signatures import TorchEstimatorKeywords, TorchModelKeywords
 
@@ -25,7 +25,7 @@ class LightningEstimatorKeywords(TorchEstimatorKeywords, total=False):
     train_async_data_loader_queue_size: Any
     val_async_data_loader_queue_size: Any
 
-class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
+class LightningEstimatorSignatures(TorchEstimator, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[LightningEstimatorKeywords]) -> None: ...
     def setParams(self, **params: Unpack[LightningEstimatorKeywords]) -> Self: ...
     @overload

@@ -217,7 +217,8 @@ class Rows:
                 if (column.shape[1:], column.dtype) != (row_shape, block.dtype):
                     raise DataError(
                         f"Column {name!r} has rows of shape {column.shape[1:]} and type "
-                        f"{column.dtype} after others of shape {row_shape} and type {block.dtype}."
+                        f"{column.dtype} after others of shape {row_shape} and type {block.dtype}.",
+                        column=name,
                     )
 
 

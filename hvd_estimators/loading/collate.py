@@ -93,7 +93,9 @@ class Collate(abc.ABC):
             return None
         column = rows.table.column(self.weight)
         if column.null_count:
-            raise DataError(f"Column {self.weight!r} holds nulls; fill or drop them.")
+            raise DataError(
+                f"Column {self.weight!r} holds nulls; fill or drop them.", column=self.weight
+            )
         return np.array(column_values(one_array(column)), np.float64)
 
 

@@ -124,7 +124,8 @@ class Transformation:
             elif not self._is_usable(name, arrays[name]):
                 raise DataError(
                     f"Column {name!r} is {arrays[name].dtype.name} after the transformation. Make "
-                    "numbers of it."
+                    "numbers of it.",
+                    column=name,
                 )
         usable = {name: array for name, array in arrays.items() if self._is_usable(name, array)}
         return usable if self.inputs is None else self.inputs.stack(usable)
@@ -302,7 +303,8 @@ def _as_declared(array: Array, field: EditedField) -> Array:
     ):
         raise DataError(
             f"Column {field.name!r} has rows of shape {shape} after the transformation; "
-            f"transformation_edit_fields says {field.shape}."
+            f"transformation_edit_fields says {field.shape}.",
+            column=field.name,
         )
     return array.astype(field.dtype, copy=False)
 

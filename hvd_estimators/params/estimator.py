@@ -1,14 +1,10 @@
-"""Params of estimators, in one mixin for each purpose. Runs on the driver.
-
-All estimators have these params. Only `KerasEstimator` and `TorchEstimator` have
-`ClassWeightParams` and `LoggerParams`.
-"""
+"""Params of all estimators. Runs on the driver."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
@@ -18,7 +14,6 @@ from hvd_estimators.launch.rank.preemption import callable_check
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loggers import Logger
 from hvd_estimators.params import (
-    DeclaredParams,
     boolean,
     column_names,
     input_columns,
@@ -32,62 +27,11 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
+from hvd_estimators.params.model import SharedParams
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import as_store
 from hvd_estimators.training.collectives_choice import COLLECTIVES
 from hvd_estimators.training.shard_state import parse_buffer_reduction
-
-if TYPE_CHECKING:
-    # Spark declares their values as never None.
-    _TrainingColumns = DeclaredParams
-else:
-
-    class _TrainingColumns(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
-        """Spark's mixins, by which other code recognizes the params."""
-
-
-class ColumnParams(_TrainingColumns):
-    """Params for feature, label and sample weight columns."""
-
-    feature_cols = param(
-        "Input columns, in the order of the model's inputs. A list of columns within the list is "
-        "one input: a matrix of these columns of numbers, named 'features' where inputs have "
-        "names. A dict of one name to such a list names it.",
-        default=["features"],
-        convert=input_columns,
-    )
-    label_cols = param(
-        "Label columns, in the order of the model's outputs. Use [] to train without labels.",
-        default=["label"],
-        convert=column_names,
-    )
-    sample_weight_col = param("Column with the weight of each row.", convert=string)
-    featuresCol = param(
-        "Another name of feature_cols, for a single column.",
-        default="features",
-        convert=string,
-        accessor="FeaturesCol",
-        stands_for="feature_cols",
-    )
-    labelCol = param(
-        "Another name of label_cols, for a single column.",
-        default="label",
-        convert=string,
-        accessor="LabelCol",
-        stands_for="label_cols",
-    )
-    weightCol = param(
-        "Another name of sample_weight_col.",
-        convert=string,
-        accessor="WeightCol",
-        stands_for="sample_weight_col",
-    )
-    label_shapes = param(
-        "Shape of each label: the shape of one row, or of a batch with -1 as its first dimension.",
-        convert=shapes,
-    )
-    continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
-    categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
 
 
 def _compressor(name: str, value: Any) -> Any:
@@ -99,8 +43,44 @@ def _compressor(name: str, value: Any) -> Any:
     return value
 
 
-class TrainingParams(DeclaredParams):
-    """Params for the model, optimizer, loss and duration of training."""
+def _store(name: str, value: Store | str | PathLike[str]) -> Store:
+    return as_store(value)
+
+
+def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
+    """Accept a dict of class numbers to weights."""
+    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{expected}, found {value!r}.")
+    weights = {}
+    for key, weight in to_python(dict(value)).items():
+        if not isinstance(key, int) or isinstance(key, bool) or key < 0:
+            raise ParamError(f"{expected}, found the class {key!r}.")
+        weights[key] = number(0)(f"{name}[{key}]", weight)
+    return weights
+
+
+def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
+    """Accept a list of loggers."""
+    loggers = objects(name, value)
+    for entry in loggers:
+        if not isinstance(entry, Logger):
+            hint = (
+                f" Set an object of the class: {entry.__name__}(...)."
+                if isinstance(entry, type)
+                else " Set WandbLogger(...), CometLogger(...), or your own subclass of Logger."
+            )
+            raise ParamError(
+                f"{name}: expected objects of subclasses of hvd_estimators.loggers.Logger, found "
+                f"{entry!r}.{hint}"
+            )
+    return loggers
+
+
+class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
+    """Params of all estimators."""
+
+    # The model, and the duration of training
 
     model = param(
         "The model to train, or a function or class that returns it. Required. fit() calls a "
@@ -196,149 +176,56 @@ class TrainingParams(DeclaredParams):
         default=True,
         convert=boolean,
     )
+    class_weight = param(
+        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
+        "In training, a row's weight is its class's weight times sample_weight_col. "
+        "Other classes have the weight 1.",
+        convert=_class_weights,
+    )
 
+    # Columns
 
-class ReadingParams(DeclaredParams):
-    """Params for reading, shuffling and caching rows."""
-
-    shuffle_buffer_size = param(
-        "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
-        f"are read at the same time. Default: {SHUFFLE_BUFFER_BYTES}.",
-        convert=integer(0),
-        accessor="ShufflingBufferSize",
-        aliases=["ShuffleBufferSize"],
+    feature_cols = param(
+        "Input columns, in the order of the model's inputs. A list of columns within the list is "
+        "one input: a matrix of these columns of numbers, named 'features' where inputs have "
+        "names. A dict of one name to such a list names it.",
+        default=["features"],
+        convert=input_columns,
     )
-    shuffle = param("Whether training rows come in random order.", default=True, convert=boolean)
-    train_reader_num_workers = param(
-        "Parallel readers of training rows, per rank.",
-        default=2,
-        convert=integer(1),
-        accessor="TrainReaderNumWorker",
-        aliases=["TrainReaderNumWorkers"],
+    label_cols = param(
+        "Label columns, in the order of the model's outputs. Use [] to train without labels.",
+        default=["label"],
+        convert=column_names,
     )
-    val_reader_num_workers = param(
-        "Parallel readers of validation rows, per rank.",
-        default=2,
-        convert=integer(1),
-        accessor="ValReaderNumWorker",
-        aliases=["ValReaderNumWorkers"],
-    )
-    reader_pool_type = param(
-        "Kind of parallel readers: 'thread', 'process' (transformations run in processes), or "
-        "'dummy' (not parallel).",
-        default="thread",
-        convert=one_of("thread", "process", "dummy"),
-    )
-    inmemory_cache_all = param(
-        "Whether each rank keeps its rows in memory after the first epoch.",
-        default=False,
-        convert=boolean,
-        accessor="InMemoryCacheAll",
-    )
-    local_cache_dir = param(
-        "Folder on each machine that caches what ranks read of a remote store, for later epochs "
-        "and fits. Default: no cache.",
+    sample_weight_col = param("Column with the weight of each row.", convert=string)
+    featuresCol = param(
+        "Another name of feature_cols, for a single column.",
+        default="features",
         convert=string,
+        accessor="FeaturesCol",
+        stands_for="feature_cols",
     )
-    local_cache_size = param(
-        "Approximate maximum size of a machine's cache in local_cache_dir, in bytes.",
-        default=10 * 2**30,
-        convert=integer(1),
-    )
-    data_module = param(
-        "Reader of the rows: 'petastorm', 'arrow', or a subclass of "
-        "hvd_estimators.loading.readers.DataModule. Default: Petastorm if the driver can "
-        "import it, otherwise PyArrow.",
-        type="str | type[Any]",
-    )
-
-
-class WritingParams(DeclaredParams):
-    """Params for selecting validation rows and for writing the data."""
-
-    validation = param(
-        "Fraction of the rows for validation, drawn at random with random_seed; or the name of "
-        "a column that is true, or above zero, for validation rows; or a DataFrame of these rows.",
-        type="float | str | DataFrame",
-    )
-    shuffle_on_write = param(
-        "Whether a DataFrame's rows are written in random order; no effect if shuffle is False. "
-        "With False, writing is faster, and rows are only shuffled in memory when they are "
-        "read.",
-        default=True,
-        convert=boolean,
-    )
-    partitions_per_process = param(
-        "Maximum number of written Parquet files per rank.", default=10, convert=integer(1)
-    )
-    compress_sparse_cols = param(
-        "Whether vectors are written as indices and values of their nonzero elements.",
-        default=False,
-        convert=boolean,
-    )
-    check_finite = param(
-        "Whether NaN and infinity are rejected when rows are written.",
-        default=False,
-        convert=boolean,
-    )
-
-
-class CheckpointParams(DeclaredParams):
-    """Params for writing, keeping and ranking checkpoints."""
-
-    checkpoint_every_n_steps = param(
-        "Optimizer steps between two checkpoints within epochs, counted over all fits of the run. "
-        "An interrupted run loses at most this many steps. These checkpoints count for "
-        "keep_checkpoints. Default: checkpoints only at the end of each epoch.",
-        convert=integer(1),
-    )
-    keep_checkpoints = param(
-        "Number of a run's newest checkpoints to keep, in addition to the best one by "
-        "checkpoint_monitor. If the newest is damaged, a fit resumes from the one before it.",
-        default=2,
-        convert=integer(1),
-    )
-    checkpoint_monitor = param(
-        "Metric that ranks the checkpoints: a name of getHistory(), with the prefix 'val_' for "
-        "validation. Default: 'val_loss', or 'loss' without validation.",
+    labelCol = param(
+        "Another name of label_cols, for a single column.",
+        default="label",
         convert=string,
+        accessor="LabelCol",
+        stands_for="label_cols",
     )
-    checkpoint_mode = param(
-        "Whether a lower ('min') or higher ('max') value of checkpoint_monitor is better; "
-        "'auto' decides by its name.",
-        default="auto",
-        convert=one_of("auto", "min", "max"),
+    weightCol = param(
+        "Another name of sample_weight_col.",
+        convert=string,
+        accessor="WeightCol",
+        stands_for="sample_weight_col",
     )
-
-
-def _store(name: str, value: Store | str | PathLike[str]) -> Store:
-    return as_store(value)
-
-
-class RunParams(DeclaredParams):
-    """Params for the store and the run."""
-
-    store = param(
-        "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
-        "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
-        "folder, which is deleted when the program ends.",
-        convert=_store,
+    label_shapes = param(
+        "Shape of each label: the shape of one row, or of a batch with -1 as its first dimension.",
+        convert=shapes,
     )
-    run_id = param(
-        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
-    )
+    continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
+    categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
 
-    log_to_mlflow = param(
-        "Whether a fit logs its params, the metrics of each epoch and the fitted model to MLflow, "
-        "if the thread that calls fit() has an active run. Each fit of a grid gets a child run, "
-        "without its model.",
-        default=True,
-        convert=boolean,
-    )
-
-
-class RankParams(DeclaredParams):
-    """Params for the number of ranks, their backend, resources and output."""
+    # Ranks
 
     num_proc = param(
         "Number of ranks. Default, and 0: the number of task slots.", convert=integer(0)
@@ -397,52 +284,6 @@ class RankParams(DeclaredParams):
         default=1,
         convert=integer(0),
     )
-
-
-def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
-    """Accept a dict of class numbers to weights."""
-    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{expected}, found {value!r}.")
-    weights = {}
-    for key, weight in to_python(dict(value)).items():
-        if not isinstance(key, int) or isinstance(key, bool) or key < 0:
-            raise ParamError(f"{expected}, found the class {key!r}.")
-        weights[key] = number(0)(f"{name}[{key}]", weight)
-    return weights
-
-
-class ClassWeightParams(DeclaredParams):
-    """Param for weights of rows by their class."""
-
-    class_weight = param(
-        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
-        "In training, a row's weight is its class's weight times sample_weight_col. "
-        "Other classes have the weight 1.",
-        convert=_class_weights,
-    )
-
-
-def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
-    """Accept a list of loggers."""
-    loggers = objects(name, value)
-    for entry in loggers:
-        if not isinstance(entry, Logger):
-            hint = (
-                f" Set an object of the class: {entry.__name__}(...)."
-                if isinstance(entry, type)
-                else " Set WandbLogger(...), CometLogger(...), or your own subclass of Logger."
-            )
-            raise ParamError(
-                f"{name}: expected objects of subclasses of hvd_estimators.loggers.Logger, found "
-                f"{entry!r}.{hint}"
-            )
-    return loggers
-
-
-class CollectivesParams(DeclaredParams):
-    """Param for the library that reduces values over the ranks."""
-
     collectives = param(
         "Library that reduces gradients and values over the ranks: 'horovod', or 'torch' for "
         "torch.distributed, with Gloo on CPUs and NCCL on GPUs (always Gloo for Keras on "
@@ -452,14 +293,136 @@ class CollectivesParams(DeclaredParams):
         convert=one_of(*COLLECTIVES),
     )
 
+    # Store and run
 
-class LoggerParams(DeclaredParams):
-    """Param for loggers of experiment trackers."""
+    store = param(
+        "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
+        "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
+        "folder, which is deleted when the program ends.",
+        convert=_store,
+    )
+    run_id = param(
+        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
+    )
 
+    log_to_mlflow = param(
+        "Whether a fit logs its params, the metrics of each epoch and the fitted model to MLflow, "
+        "if the thread that calls fit() has an active run. Each fit of a grid gets a child run, "
+        "without its model.",
+        default=True,
+        convert=boolean,
+    )
     loggers = param(
         "Loggers of experiment trackers, such as hvd_estimators.loggers.WandbLogger, CometLogger "
         "and your own subclasses of Logger. The driver logs losses, metrics, learning rate and "
         "rows per second of each epoch, and the hyperparameters.",
         default=[],
         convert=_loggers,
+    )
+
+    # Checkpoints
+
+    checkpoint_every_n_steps = param(
+        "Optimizer steps between two checkpoints within epochs, counted over all fits of the run. "
+        "An interrupted run loses at most this many steps. These checkpoints count for "
+        "keep_checkpoints. Default: checkpoints only at the end of each epoch.",
+        convert=integer(1),
+    )
+    keep_checkpoints = param(
+        "Number of a run's newest checkpoints to keep, in addition to the best one by "
+        "checkpoint_monitor. If the newest is damaged, a fit resumes from the one before it.",
+        default=2,
+        convert=integer(1),
+    )
+    checkpoint_monitor = param(
+        "Metric that ranks the checkpoints: a name of getHistory(), with the prefix 'val_' for "
+        "validation. Default: 'val_loss', or 'loss' without validation.",
+        convert=string,
+    )
+    checkpoint_mode = param(
+        "Whether a lower ('min') or higher ('max') value of checkpoint_monitor is better; "
+        "'auto' decides by its name.",
+        default="auto",
+        convert=one_of("auto", "min", "max"),
+    )
+
+    # Writing the data
+
+    validation = param(
+        "Fraction of the rows for validation, drawn at random with random_seed; or the name of "
+        "a column that is true, or above zero, for validation rows; or a DataFrame of these rows.",
+        type="float | str | DataFrame",
+    )
+    shuffle_on_write = param(
+        "Whether a DataFrame's rows are written in random order; no effect if shuffle is False. "
+        "With False, writing is faster, and rows are only shuffled in memory when they are "
+        "read.",
+        default=True,
+        convert=boolean,
+    )
+    partitions_per_process = param(
+        "Maximum number of written Parquet files per rank.", default=10, convert=integer(1)
+    )
+    compress_sparse_cols = param(
+        "Whether vectors are written as indices and values of their nonzero elements.",
+        default=False,
+        convert=boolean,
+    )
+    check_finite = param(
+        "Whether NaN and infinity are rejected when rows are written.",
+        default=False,
+        convert=boolean,
+    )
+
+    # Reading the data
+
+    shuffle_buffer_size = param(
+        "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
+        f"are read at the same time. Default: {SHUFFLE_BUFFER_BYTES}.",
+        convert=integer(0),
+        accessor="ShufflingBufferSize",
+        aliases=["ShuffleBufferSize"],
+    )
+    shuffle = param("Whether training rows come in random order.", default=True, convert=boolean)
+    train_reader_num_workers = param(
+        "Parallel readers of training rows, per rank.",
+        default=2,
+        convert=integer(1),
+        accessor="TrainReaderNumWorker",
+        aliases=["TrainReaderNumWorkers"],
+    )
+    val_reader_num_workers = param(
+        "Parallel readers of validation rows, per rank.",
+        default=2,
+        convert=integer(1),
+        accessor="ValReaderNumWorker",
+        aliases=["ValReaderNumWorkers"],
+    )
+    reader_pool_type = param(
+        "Kind of parallel readers: 'thread', 'process' (transformations run in processes), or "
+        "'dummy' (not parallel).",
+        default="thread",
+        convert=one_of("thread", "process", "dummy"),
+    )
+    inmemory_cache_all = param(
+        "Whether each rank keeps its rows in memory after the first epoch.",
+        default=False,
+        convert=boolean,
+        accessor="InMemoryCacheAll",
+    )
+    local_cache_dir = param(
+        "Folder on each machine that caches what ranks read of a remote store, for later epochs "
+        "and fits. Default: no cache.",
+        convert=string,
+    )
+    local_cache_size = param(
+        "Approximate maximum size of a machine's cache in local_cache_dir, in bytes.",
+        default=10 * 2**30,
+        convert=integer(1),
+    )
+    data_module = param(
+        "Reader of the rows: 'petastorm', 'arrow', or a subclass of "
+        "hvd_estimators.loading.readers.DataModule. Default: Petastorm if the driver can "
+        "import it, otherwise PyArrow.",
+        type="str | type[Any]",
     )

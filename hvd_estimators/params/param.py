@@ -7,14 +7,12 @@ reject. Runs on the driver.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -25,12 +23,7 @@ from pyspark.sql.types import DataType
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.inputs import MATRIX_NAME, InputColumns
-from hvd_estimators.exceptions import (
-    HvdEstimatorsError,
-    ParamError,
-    WorkerFailedError,
-    did_you_mean,
-)
+from hvd_estimators.exceptions import ParamError, did_you_mean
 
 Converter = Callable[[str, Any], Any]
 """``convert(name, value)``, whose annotations are the types that a param accepts and holds.
@@ -470,27 +463,13 @@ class DeclaredParams(Params):
                     "Set one of them."
                 )
 
-    @contextlib.contextmanager
-    def _naming_as_set(self) -> Iterator[None]:
-        """Make errors name params as the caller set them: featuresCol, not feature_cols.
-
-        No other code translates the names. Advice such as ``feature_cols=[...]`` is not translated,
-        since a param for a single column does not accept several.
-        """
-        try:
-            yield
-        except WorkerFailedError:
-            raise  # its message is the ranks' output
-        except HvdEstimatorsError as error:
-            if error.args and isinstance(error.args[0], str):
-                error.args = (self._as_set(error.args[0]), *error.args[1:])
-            raise
-
-    def _as_set(self, message: str) -> str:
-        for other, target in self._other_names():
-            if self.isSet(other) and not self.isSet(target):
-                message = re.sub(rf"(?<![\w.]){target}\b(?!=)", other, message)
-        return message
+    def _names_as_set(self) -> dict[str, str]:
+        """Return the names by which params were set, for messages: featuresCol for feature_cols."""
+        return {
+            target: other
+            for other, target in self._other_names()
+            if self.isSet(other) and not self.isSet(target)
+        }
 
     def _other_names(self) -> list[tuple[str, str]]:
         return [(n, d.stands_for) for n, d in self._declarations.items() if d.stands_for]

@@ -9,7 +9,9 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
 
-from hvd_estimators.params.param import DeclaredParams
+from hvd_estimators.loggers import Logger
+from hvd_estimators.params.estimator import EstimatorParams
+from hvd_estimators.params.model import SharedParams
 from hvd_estimators.store import Store
 
 T = TypeVar("T")
@@ -18,6 +20,15 @@ def getter(self: object) -> Any: ...
 def setter(self: T, value: Any) -> T: ...
 
 class HorovodEstimatorKeywords(TypedDict, total=False):
+    transformation_fn: Callable[..., Any] | None
+    transformation_batch_fn: Callable[..., Any] | None
+    transformation_edit_fields: Sequence[Any] | None
+    transformation_removed_fields: str | Iterable[str] | None
+    apply_transformation: bool | None
+    outputs: int | str | Iterable[int | str] | None
+    inference_batch_size: int | None
+    inference_precision: Literal["float32", "bfloat16", "float16"] | None
+    handleInvalid: Literal["keep", "skip", "error"] | None
     predictionCol: str | None
     probabilityCol: str | None
     rawPredictionCol: str | None
@@ -32,40 +43,6 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
         ]
         | None
     )
-    outputs: int | str | Iterable[int | str] | None
-    inference_batch_size: int | None
-    inference_precision: Literal["float32", "bfloat16", "float16"] | None
-    handleInvalid: Literal["keep", "skip", "error"] | None
-    validation: float | str | DataFrame | None
-    shuffle_on_write: bool | None
-    partitions_per_process: int | None
-    compress_sparse_cols: bool | None
-    check_finite: bool | None
-    transformation_fn: Callable[..., Any] | None
-    transformation_batch_fn: Callable[..., Any] | None
-    transformation_edit_fields: Sequence[Any] | None
-    transformation_removed_fields: str | Iterable[str] | None
-    apply_transformation: bool | None
-    shuffle_buffer_size: int | None
-    shuffle: bool | None
-    train_reader_num_workers: int | None
-    val_reader_num_workers: int | None
-    reader_pool_type: Literal["thread", "process", "dummy"] | None
-    inmemory_cache_all: bool | None
-    local_cache_dir: str | None
-    local_cache_size: int | None
-    data_module: str | type[Any] | None
-    num_proc: int | None
-    max_restarts: int | None
-    preemption_check: Callable[[], Any] | None
-    min_num_proc: int | None
-    backend: Any
-    resource_profile: ResourceProfile | None
-    gpus_per_task: int | None
-    cpus_per_task: int | None
-    use_gpu: bool | None
-    mp_start_method: Literal["fork", "forkserver", "spawn"] | None
-    verbose: int | None
     model_args: Mapping[str, Any] | None
     learning_rate: float | None
     scale_learning_rate: bool | None
@@ -83,6 +60,7 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     terminate_on_nan: bool | None
     random_seed: int | None
     dry_run: bool | None
+    class_weight: Mapping[int, float] | None
     feature_cols: str | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]] | None
     label_cols: str | Iterable[str] | None
     sample_weight_col: str | None
@@ -92,69 +70,107 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     label_shapes: Iterable[Iterable[int]] | None
     continuous_cols: str | Iterable[str] | None
     categorical_cols: str | Iterable[str] | None
+    num_proc: int | None
+    max_restarts: int | None
+    preemption_check: Callable[[], Any] | None
+    min_num_proc: int | None
+    backend: Any
+    resource_profile: ResourceProfile | None
+    gpus_per_task: int | None
+    cpus_per_task: int | None
+    use_gpu: bool | None
+    mp_start_method: Literal["fork", "forkserver", "spawn"] | None
+    verbose: int | None
+    collectives: Literal["auto", "horovod", "torch"] | None
+    store: Store | str | PathLike[str] | None
+    run_id: str | None
+    log_to_mlflow: bool | None
+    loggers: Iterable[Logger] | None
     checkpoint_every_n_steps: int | None
     keep_checkpoints: int | None
     checkpoint_monitor: str | None
     checkpoint_mode: Literal["auto", "min", "max"] | None
-    store: Store | str | PathLike[str] | None
-    run_id: str | None
-    log_to_mlflow: bool | None
+    validation: float | str | DataFrame | None
+    shuffle_on_write: bool | None
+    partitions_per_process: int | None
+    compress_sparse_cols: bool | None
+    check_finite: bool | None
+    shuffle_buffer_size: int | None
+    shuffle: bool | None
+    train_reader_num_workers: int | None
+    val_reader_num_workers: int | None
+    reader_pool_type: Literal["thread", "process", "dummy"] | None
+    inmemory_cache_all: bool | None
+    local_cache_dir: str | None
+    local_cache_size: int | None
+    data_module: str | type[Any] | None
 
-class EstimatorSignatures(DeclaredParams, metaclass=ABCMeta):
+class EstimatorSignatures(EstimatorParams, metaclass=ABCMeta):
+    getTransformationFn = getTransformationBatchFn = getTransformationEditFields = getter
+    getTransformationRemovedFields = getApplyTransformation = getOutputs = getter
+    getInferenceBatchSize = getInferencePrecision = getHandleInvalid = getter
     getPredictionCol = getProbabilityCol = getRawPredictionCol = getter
-    getOutputsAre = getOutputs = getInferenceBatchSize = getter
-    getInferencePrecision = getHandleInvalid = getValidation = getter
-    getShuffleOnWrite = getPartitionsPerProcess = getCompressSparseCols = getter
-    getCheckFinite = getTransformationFn = getTransformationBatchFn = getter
-    getTransformationEditFields = getTransformationRemovedFields = getApplyTransformation = getter
+    getOutputsAre = getModel = getModelArgs = getter
+    getOptimizer = getLearningRate = getScaleLearningRate = getter
+    getLoss = getLossWeights = getMetrics = getter
+    getCallbacks = getBufferReduction = getGradientCompression = getter
+    getBatchSize = getValBatchSize = getEpochs = getter
+    getResumeStopped = getTrainStepsPerEpoch = getValidationStepsPerEpoch = getter
+    getBackwardPassesPerStep = getTerminateOnNan = getRandomSeed = getter
+    getDryRun = getClassWeight = getFeatureCols = getter
+    getLabelCols = getSampleWeightCol = getFeaturesCol = getter
+    getLabelCol = getWeightCol = getLabelShapes = getter
+    getContinuousCols = getCategoricalCols = getNumProc = getter
+    getMaxRestarts = getPreemptionCheck = getMinNumProc = getter
+    getBackend = getResourceProfile = getGpusPerTask = getter
+    getCpusPerTask = getUseGpu = getMpStartMethod = getter
+    getVerbose = getCollectives = getStore = getter
+    getRunId = getLogToMlflow = getLoggers = getter
+    getCheckpointEveryNSteps = getKeepCheckpoints = getCheckpointMonitor = getter
+    getCheckpointMode = getValidation = getShuffleOnWrite = getter
+    getPartitionsPerProcess = getCompressSparseCols = getCheckFinite = getter
     getShufflingBufferSize = getShuffleBufferSize = getShuffle = getter
     getTrainReaderNumWorker = getTrainReaderNumWorkers = getValReaderNumWorker = getter
     getValReaderNumWorkers = getReaderPoolType = getInMemoryCacheAll = getter
     getLocalCacheDir = getLocalCacheSize = getDataModule = getter
-    getNumProc = getMaxRestarts = getPreemptionCheck = getter
-    getMinNumProc = getBackend = getResourceProfile = getter
-    getGpusPerTask = getCpusPerTask = getUseGpu = getter
-    getMpStartMethod = getVerbose = getModel = getter
-    getModelArgs = getOptimizer = getLearningRate = getter
-    getScaleLearningRate = getLoss = getLossWeights = getter
-    getMetrics = getCallbacks = getBufferReduction = getter
-    getGradientCompression = getBatchSize = getValBatchSize = getter
-    getEpochs = getResumeStopped = getTrainStepsPerEpoch = getter
-    getValidationStepsPerEpoch = getBackwardPassesPerStep = getTerminateOnNan = getter
-    getRandomSeed = getDryRun = getFeatureCols = getter
-    getLabelCols = getSampleWeightCol = getFeaturesCol = getter
-    getLabelCol = getWeightCol = getLabelShapes = getter
-    getContinuousCols = getCategoricalCols = getCheckpointEveryNSteps = getter
-    getKeepCheckpoints = getCheckpointMonitor = getCheckpointMode = getter
-    getStore = getRunId = getLogToMlflow = getter
+    setTransformationFn = setTransformationBatchFn = setTransformationEditFields = setter
+    setTransformationRemovedFields = setApplyTransformation = setOutputs = setter
+    setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
     setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
-    setOutputsAre = setOutputs = setInferenceBatchSize = setter
-    setInferencePrecision = setHandleInvalid = setValidation = setter
-    setShuffleOnWrite = setPartitionsPerProcess = setCompressSparseCols = setter
-    setCheckFinite = setTransformationFn = setTransformationBatchFn = setter
-    setTransformationEditFields = setTransformationRemovedFields = setApplyTransformation = setter
+    setOutputsAre = setModel = setModelArgs = setter
+    setOptimizer = setLearningRate = setScaleLearningRate = setter
+    setLoss = setLossWeights = setMetrics = setter
+    setCallbacks = setBufferReduction = setGradientCompression = setter
+    setBatchSize = setValBatchSize = setEpochs = setter
+    setResumeStopped = setTrainStepsPerEpoch = setValidationStepsPerEpoch = setter
+    setBackwardPassesPerStep = setTerminateOnNan = setRandomSeed = setter
+    setDryRun = setClassWeight = setFeatureCols = setter
+    setLabelCols = setSampleWeightCol = setFeaturesCol = setter
+    setLabelCol = setWeightCol = setLabelShapes = setter
+    setContinuousCols = setCategoricalCols = setNumProc = setter
+    setMaxRestarts = setPreemptionCheck = setMinNumProc = setter
+    setBackend = setResourceProfile = setGpusPerTask = setter
+    setCpusPerTask = setUseGpu = setMpStartMethod = setter
+    setVerbose = setCollectives = setStore = setter
+    setRunId = setLogToMlflow = setLoggers = setter
+    setCheckpointEveryNSteps = setKeepCheckpoints = setCheckpointMonitor = setter
+    setCheckpointMode = setValidation = setShuffleOnWrite = setter
+    setPartitionsPerProcess = setCompressSparseCols = setCheckFinite = setter
     setShufflingBufferSize = setShuffleBufferSize = setShuffle = setter
     setTrainReaderNumWorker = setTrainReaderNumWorkers = setValReaderNumWorker = setter
     setValReaderNumWorkers = setReaderPoolType = setInMemoryCacheAll = setter
     setLocalCacheDir = setLocalCacheSize = setDataModule = setter
-    setNumProc = setMaxRestarts = setPreemptionCheck = setter
-    setMinNumProc = setBackend = setResourceProfile = setter
-    setGpusPerTask = setCpusPerTask = setUseGpu = setter
-    setMpStartMethod = setVerbose = setModel = setter
-    setModelArgs = setOptimizer = setLearningRate = setter
-    setScaleLearningRate = setLoss = setLossWeights = setter
-    setMetrics = setCallbacks = setBufferReduction = setter
-    setGradientCompression = setBatchSize = setValBatchSize = setter
-    setEpochs = setResumeStopped = setTrainStepsPerEpoch = setter
-    setValidationStepsPerEpoch = setBackwardPassesPerStep = setTerminateOnNan = setter
-    setRandomSeed = setDryRun = setFeatureCols = setter
-    setLabelCols = setSampleWeightCol = setFeaturesCol = setter
-    setLabelCol = setWeightCol = setLabelShapes = setter
-    setContinuousCols = setCategoricalCols = setCheckpointEveryNSteps = setter
-    setKeepCheckpoints = setCheckpointMonitor = setCheckpointMode = setter
-    setStore = setRunId = setLogToMlflow = setter
 
 class HorovodModelKeywords(TypedDict, total=False):
+    transformation_fn: Callable[..., Any] | None
+    transformation_batch_fn: Callable[..., Any] | None
+    transformation_edit_fields: Sequence[Any] | None
+    transformation_removed_fields: str | Iterable[str] | None
+    apply_transformation: bool | None
+    outputs: int | str | Iterable[int | str] | None
+    inference_batch_size: int | None
+    inference_precision: Literal["float32", "bfloat16", "float16"] | None
+    handleInvalid: Literal["keep", "skip", "error"] | None
     predictionCol: str | None
     probabilityCol: str | None
     rawPredictionCol: str | None
@@ -169,15 +185,6 @@ class HorovodModelKeywords(TypedDict, total=False):
         ]
         | None
     )
-    outputs: int | str | Iterable[int | str] | None
-    inference_batch_size: int | None
-    inference_precision: Literal["float32", "bfloat16", "float16"] | None
-    handleInvalid: Literal["keep", "skip", "error"] | None
-    transformation_fn: Callable[..., Any] | None
-    transformation_batch_fn: Callable[..., Any] | None
-    transformation_edit_fields: Sequence[Any] | None
-    transformation_removed_fields: str | Iterable[str] | None
-    apply_transformation: bool | None
     run_id: str | None
     feature_columns: str | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]] | None
     label_columns: str | Iterable[str] | None
@@ -188,8 +195,16 @@ class HorovodModelKeywords(TypedDict, total=False):
         str | DataType | type[DataType] | Sequence[str | DataType | type[DataType] | None] | None
     )
 
-class ModelSignatures(DeclaredParams, metaclass=ABCMeta):
-    def getHistory(self) -> list[dict[str, Any]]: ...
+class ModelSignatures(SharedParams, metaclass=ABCMeta):
+    def getTransformationFn(self) -> Callable[..., Any] | None: ...
+    def getTransformationBatchFn(self) -> Callable[..., Any] | None: ...
+    def getTransformationEditFields(self) -> Sequence[Any] | None: ...
+    def getTransformationRemovedFields(self) -> list[str] | None: ...
+    def getApplyTransformation(self) -> bool: ...
+    def getOutputs(self) -> list[int | str] | None: ...
+    def getInferenceBatchSize(self) -> int | None: ...
+    def getInferencePrecision(self) -> Literal["float32", "bfloat16", "float16"]: ...
+    def getHandleInvalid(self) -> Literal["keep", "skip", "error"]: ...
     def getPredictionCol(self) -> str | None: ...
     def getProbabilityCol(self) -> str | None: ...
     def getRawPredictionCol(self) -> str | None: ...
@@ -206,16 +221,8 @@ class ModelSignatures(DeclaredParams, metaclass=ABCMeta):
         ]
         | None
     ): ...
-    def getOutputs(self) -> list[int | str] | None: ...
-    def getInferenceBatchSize(self) -> int | None: ...
-    def getInferencePrecision(self) -> Literal["float32", "bfloat16", "float16"]: ...
-    def getHandleInvalid(self) -> Literal["keep", "skip", "error"]: ...
-    def getTransformationFn(self) -> Callable[..., Any] | None: ...
-    def getTransformationBatchFn(self) -> Callable[..., Any] | None: ...
-    def getTransformationEditFields(self) -> Sequence[Any] | None: ...
-    def getTransformationRemovedFields(self) -> list[str] | None: ...
-    def getApplyTransformation(self) -> bool: ...
     def getModel(self) -> Any: ...
+    def getHistory(self) -> list[dict[str, Any]]: ...
     def getRunId(self) -> str: ...
     def getFeatureColumns(self) -> list[str | list[str] | dict[str, list[str]]]: ...
     def getLabelColumns(self) -> list[str]: ...
@@ -223,11 +230,11 @@ class ModelSignatures(DeclaredParams, metaclass=ABCMeta):
     def getOutputShapes(self) -> Sequence[Sequence[int | None]] | None: ...
     def getSampleWeightCol(self) -> str | None: ...
     def getOutputTypes(self) -> list[str | None] | None: ...
-    setHistory = setPredictionCol = setProbabilityCol = setter
-    setRawPredictionCol = setOutputsAre = setOutputs = setter
-    setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
     setTransformationFn = setTransformationBatchFn = setTransformationEditFields = setter
-    setTransformationRemovedFields = setApplyTransformation = setModel = setter
+    setTransformationRemovedFields = setApplyTransformation = setOutputs = setter
+    setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
+    setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
+    setOutputsAre = setModel = setHistory = setter
     setRunId = setFeatureColumns = setLabelColumns = setter
     setLabelColoumns = setOutputCols = setOutputShapes = setter
     setSampleWeightCol = setOutputTypes = setter

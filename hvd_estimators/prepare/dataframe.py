@@ -155,8 +155,10 @@ def prepare_data(
         used_names.update(column.spec.stored_names)
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":
         raise ColumnError(
-            f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "
-            f"{fields[extra[0]].dataType.simpleString()}."
+            f"expected a column of numbers, found {extra[0]!r} of type "
+            f"{fields[extra[0]].dataType.simpleString()}.",
+            param="sample_weight_col",
+            column=extra[0],
         )
     seed = random_seed or 0
     split = _validation(df, validation, seed)

@@ -132,13 +132,17 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
         If no names are given, if a column is missing, or if a name matches several columns.
     """
     if not names:
-        raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
+        raise ColumnError(
+            "expected at least one column name, found none.", param=param, remedy=f"Set {param}."
+        )
     alike_columns = columns_alike(df)
     missing = [name for name in names if name not in alike_columns]
     if missing:
         raise ColumnError(
-            f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(df.columns)}.{_in_other_case(df, missing[0])}"
+            f"the DataFrame has no column {', '.join(map(repr, missing))}; "
+            f"its columns are {', '.join(df.columns)}.{_in_other_case(df, missing[0])}",
+            param=param,
+            column=missing[0],
         )
     for name in names:
         alike = alike_columns[name]
@@ -147,8 +151,11 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
             if len(set(alike)) > 1:
                 remedy += ", or set spark.sql.caseSensitive=true, if case tells them apart"
             raise ColumnError(
-                f"{param}: the DataFrame has {len(alike)} columns that Spark takes for "
-                f"{name!r}: {', '.join(map(repr, alike))}. {remedy}."
+                f"the DataFrame has {len(alike)} columns that Spark takes for "
+                f"{name!r}: {', '.join(map(repr, alike))}.",
+                param=param,
+                column=name,
+                remedy=f"{remedy}.",
             )
 
 
@@ -469,7 +476,8 @@ def _of_any_type(name: str, data_type: T.DataType) -> StoredColumn:
         if not isinstance(leaf, _ANY):
             raise ColumnError(
                 f"Column {name!r} has type {data_type.simpleString()}, and a collate function "
-                f"takes no {leaf.simpleString()}: {_remedy(name, leaf)}."
+                f"takes no {leaf.simpleString()}: {_remedy(name, leaf)}.",
+                column=name,
             )
     leaf, depth = _leaf(data_type) if isinstance(data_type, T.ArrayType) else (data_type, 0)
     dtype = "object"
@@ -552,8 +560,10 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
     if dtype is not None:
         return dtype
     raise ColumnError(
-        f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
-        f"vector or an array of numbers: {_remedy(name, leaf)}.{_collate_hint(leaf)}"
+        f"Column {name!r} has type {data_type.simpleString()}.",
+        column=name,
+        remedy="Expected a number, a boolean, a vector or an array of numbers: "
+        f"{_remedy(name, leaf)}.{_collate_hint(leaf)}",
     )
 
 

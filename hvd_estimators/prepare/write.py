@@ -408,14 +408,16 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
     if observed.get(f"not_finite_{i}"):
         raise DataError(
             f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "
-            f"{observed[f'not_finite_{i}']} rows; fill or drop them, or set check_finite=False."
+            f"{observed[f'not_finite_{i}']} rows; fill or drop them, or set check_finite=False.",
+            column=spec.name,
         )
     if not spec.shape:
         return spec
     if observed[f"nulls_{i}"]:
         raise DataError(
             f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
-            "before training."
+            "before training.",
+            column=spec.name,
         )
     if observed[f"min_{i}"] is None:
         return spec
@@ -427,7 +429,8 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
                 f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
                 f"elements{' within arrays' if level else ''}. Pad or cut them to one length, or "
                 f"set padding={{{spec.name!r}: 0}} or collate_fn (torch and Lightning), which take "
-                "rows of any length."
+                "rows of any length.",
+                column=spec.name,
             )
         # Nulls and empty arrays have no inner lengths, and are found in the files.
         shape.append(-1 if longest is None else int(longest))

@@ -35,31 +35,12 @@ _METADATA, _PARAMS = "metadata", "params"
 Instance = TypeVar("Instance", bound=DeclaredParams)
 
 
-class FileWritable(MLWritable):
-    """Add ``write()`` and ``save(path)`` to a class with declared params."""
+class Saved(MLWritable, MLReadable[Any]):
+    """Add saving and loading to a class with declared params."""
 
     def write(self) -> MLWriter:
         """Return a writer; ``write().overwrite().save(path)`` replaces existing files."""
         return _Writer(self)
-
-    def _dump_param(self, name: str, value: Any) -> bytes:
-        """Return a param's value as bytes; classes override this if pickle is not suitable."""
-        return cloudpickle.dumps(value)
-
-    def _kept_elsewhere(self) -> str:
-        """Return a hint about another copy of the instance, for errors; empty without a copy.
-
-        With a hint, other errors in saving become a `StoreError` that includes it.
-        """
-        return ""
-
-    def _extra_files(self) -> dict[str, bytes]:
-        """Return further files, by name, for other programs to read."""
-        return {}
-
-
-class FileReadable(MLReadable[Any]):
-    """Add ``read()`` and ``load(path)`` to a class with declared params."""
 
     @classmethod
     def read(cls) -> MLReader[Self]:
@@ -71,9 +52,24 @@ class FileReadable(MLReadable[Any]):
         """Return the instance that was saved at a path or URL."""
         return cls.read().load(path)
 
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        """Return a param's value as bytes; classes override this if pickle is not suitable."""
+        return cloudpickle.dumps(value)
+
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         """Return the values of the documents that `_dump_param` wrote, by name."""
         return {name: loads(document) for name, document in documents.items()}
+
+    def _extra_files(self) -> dict[str, bytes]:
+        """Return further files, by name, for other programs to read."""
+        return {}
+
+    def _kept_elsewhere(self) -> str:
+        """Return a hint about another copy of the instance, for errors; empty without a copy.
+
+        With a hint, other errors in saving become a `StoreError` that includes it.
+        """
+        return ""
 
 
 class _Writer(MLWriter):

@@ -84,7 +84,8 @@ def as_store(given: Any, name: str = "store") -> Store:
         try:
             return Store.create(os.fspath(given))
         except ParamError as error:
-            raise ParamError(str(error).replace("prefix_path:", f"{name}:", 1)) from None
+            error.param = name if error.param == "prefix_path" else error.param
+            raise
     if not isinstance(given, Store):
         raise ParamError(
             f"{name}: expected a Store, or its path or URL, found {given!r}. "

@@ -153,7 +153,8 @@ class HDFSStore(FilesystemStore):
         scheme = scheme_of(path)
         if scheme not in ("", *_SCHEMES):
             raise ParamError(
-                f"prefix_path: expected a path on HDFS, found {path!r}. Set hdfs://host:port/path."
+                f"expected a path on HDFS, found {path!r}. Set hdfs://host:port/path.",
+                param="prefix_path",
             )
         parts = urlsplit(path, allow_fragments=False)
         authority, path_in_fs = (parts.netloc, parts.path) if scheme else ("", path)
@@ -164,8 +165,9 @@ class HDFSStore(FilesystemStore):
             )
         if not path_in_fs.startswith("/"):
             raise ParamError(
-                "prefix_path: expected a path on HDFS that begins at its root, found "
-                f"{path!r}. Set hdfs://host:port/path."
+                f"expected a path on HDFS that begins at its root, found {path!r}. "
+                "Set hdfs://host:port/path.",
+                param="prefix_path",
             )
         if self._root is None:
             default = urlsplit(self.settings.get("fs.defaultFS", ""))

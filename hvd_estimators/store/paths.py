@@ -288,8 +288,9 @@ class StorePaths(Files):
             return None
         if holds_credentials(path):
             raise ParamError(
-                f"{name}: {redacted(path)!r} holds credentials, which would be written to "
-                "manifests, logs and messages. Set them as storage_options of the store."
+                f"{redacted(path)!r} holds credentials, which would be written to "
+                "manifests, logs and messages. Set them as storage_options of the store.",
+                param=name,
             )
         return self.get_full_path(path)
 

@@ -76,7 +76,7 @@ def require_path(name: str, path: Any) -> None:
     """
     if path is not None and not isinstance(path, str):
         raise ParamError(
-            f"{name}: expected a path or a URL as a string, found {path!r}. Set str(path)."
+            f"expected a path or a URL as a string, found {path!r}. Set str(path).", param=name
         )
 
 
@@ -110,10 +110,11 @@ def store_class(path: str) -> type[Any]:
         return _class(_databricks, key)
     if scheme not in _stores:
         raise ParamError(
-            f"prefix_path: no store for the scheme {scheme!r}, found {redacted(path)!r}. Set a "
-            f"path without a scheme or with one of: {', '.join(registered_schemes())}. For another "
-            "filesystem of fsspec, which the driver, all executors and Spark write to, call "
-            f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first."
+            f"no store for the scheme {scheme!r}, found {redacted(path)!r}. Set a path without a "
+            f"scheme or with one of: {', '.join(registered_schemes())}. For another filesystem of "
+            "fsspec, which the driver, all executors and Spark write to, call "
+            f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first.",
+            param="prefix_path",
         )
     return _class(_stores, scheme)
 

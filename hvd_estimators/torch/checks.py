@@ -104,7 +104,7 @@ def check_column_dtypes(settings: TorchSettings) -> None:
         )
 
 
-def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
+def check_collate(settings: TorchSettings) -> None:
     """Check the params for rows of any length together with others."""
     name = "padding" if settings.collate_fn is None else "collate_fn"
     if settings.masks and settings.padding is None:
@@ -134,7 +134,7 @@ def check_collate(settings: TorchSettings, reads_itself: bool) -> None:
         )
     module = settings.data_module
     is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
-    if reads_itself or is_users:
+    if settings.reads_itself or is_users:
         raise ParamError(
             f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
             "or set data_module to 'arrow' or 'petastorm'."
@@ -221,8 +221,9 @@ def _check_losses(settings: TorchSettings) -> None:
         return
     if not labels:
         raise ParamError(
-            "label_cols: found [], and loss_form='per_label' compares outputs to labels. Set "
-            "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols."
+            "found [], and loss_form='per_label' compares outputs to labels. Set "
+            "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols.",
+            param="label_cols",
         )
     for name in ("loss", "loss_constructors"):
         if settings.get(name) is not None:

@@ -84,7 +84,8 @@ class Padding(Collate):
             if valid_rows(column) is not None:
                 raise DataError(
                     f"Column {name!r} holds nulls; fill or drop them before training, or set "
-                    "collate_fn, which takes nulls."
+                    "collate_fn, which takes nulls.",
+                    column=name,
                 )
             if name not in self.values:
                 made[name] = np.array(to_array(column, name))

@@ -294,7 +294,7 @@ def _called_in(mode: str) -> Iterator[None]:
     try:
         yield
     except ShapeError as error:
-        error.args = (f"{error} The model was called in {mode} mode.",)
+        error.add_remedy(f"The model was called in {mode} mode.")
         raise
 
 
@@ -318,9 +318,10 @@ def _check_outputs(raw: Any, tensors: TensorSpec, batch: Batch) -> list[tuple[in
     labels = tensors.label_cols
     if tensors.pairs and len(outputs) != len(labels):
         raise ShapeError(
-            f"label_cols: the model has {len(outputs)} outputs, and there are {len(labels)} label "
+            f"the model has {len(outputs)} outputs, and there are {len(labels)} label "
             f"columns: {', '.join(labels)}. Set one label column per output, outputs to those "
-            "that have labels, such as [0], or loss_form='joint' for one loss of all outputs."
+            "that have labels, such as [0], or loss_form='joint' for one loss of all outputs.",
+            param="label_cols",
         )
     if not outputs:
         raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")

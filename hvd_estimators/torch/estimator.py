@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import RunResults
-from hvd_estimators.params.model import COLLATE_PARAMS
+from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
-from hvd_estimators.torch.params import TorchParams
+from hvd_estimators.torch.objective import LOSS_FORMS
+from hvd_estimators.torch.optimizer_step import (
+    INTERVALS,
+    PRECISIONS,
+)
 from hvd_estimators.torch.serialization import (
     dump_optimizer,
     load_module,
@@ -19,15 +27,53 @@ from hvd_estimators.torch.serialization import (
     load_trained,
     restore_optimizer,
 )
+from hvd_estimators.torch.shared_params import COLLATE_PARAMS, TorchSharedParams
+from hvd_estimators.torch.stateful import has_state
+from hvd_estimators.torch.tensors import INPUT_FORMS
 from hvd_estimators.torch.trainer import TrainedObjects
 
 if TYPE_CHECKING:
     from hvd_estimators.torch.signatures import TorchEstimatorSignatures
 else:
-    TorchEstimatorSignatures = TorchParams
+    TorchEstimatorSignatures = HorovodEstimator
 
 
-class TorchEstimator(TorchEstimatorSignatures):
+def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
+    converted = {}
+    for column, dtype in value.items():
+        text = str(dtype).removeprefix("torch.")
+        named = getattr(torch, text, None)
+        if not isinstance(named, torch.dtype):
+            raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
+        converted[column] = str(named).removeprefix("torch.")  # "int64" for "long"
+    return converted
+
+
+def _function(
+    name: str, value: Callable[[torch.optim.Optimizer], Any]
+) -> Callable[[torch.optim.Optimizer], Any]:
+    if not callable(value):
+        raise ParamError(
+            f"{name}: expected a function of the optimizer, such as lambda optimizer: "
+            f"StepLR(optimizer, 10), found {value!r}."
+        )
+    return value
+
+
+def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
+    converted = objects(name, value)
+    for entry in converted:
+        if not has_state(entry):
+            raise ParamError(
+                f"{name}: expected objects with state_dict() and load_state_dict(), found "
+                f"{entry!r}."
+            )
+    return converted
+
+
+class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
     """Estimator that trains a torch module on a DataFrame with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains on ``num_proc`` Spark
@@ -57,6 +103,100 @@ class TorchEstimator(TorchEstimatorSignatures):
     """
 
     framework_class = TorchFramework
+
+    model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")
+    optimizer = narrowed(
+        HorovodEstimator,
+        "optimizer",
+        "torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]",
+    )
+    loss = narrowed(HorovodEstimator, "loss", "Callable[..., Any] | Sequence[Callable[..., Any]]")
+
+    input_shapes = param(
+        "Shape of each input: the shape of one row, or of a batch with -1 as its first "
+        "dimension. Default: the columns' shapes.",
+        convert=shapes,
+    )
+    input_form = param(
+        "Form of the model's inputs: 'positional' (one tensor per feature column), 'keyword' "
+        "(tensors by column name), or 'dict' (one dict of column name to tensor).",
+        default="positional",
+        convert=one_of(*INPUT_FORMS),
+    )
+    loss_form = param(
+        "Form of the loss: 'per_label' (loss(output, label), one loss per output and label) or "
+        "'joint' (one loss for all). A joint loss takes any of the keywords outputs (the "
+        "model's result), labels and inputs (lists of tensors) and sample_weights. It returns "
+        "the mean over the rows. label_cols=[] requires 'joint'.",
+        default="per_label",
+        convert=one_of(*LOSS_FORMS),
+    )
+    loss_constructors = param(
+        "A callable, or one per label, that creates the loss on the rank; replaces loss. It "
+        "takes any of the keywords model, optimizer, device, rank, size and spec.",
+        convert=functions,
+    )
+    train_minibatch_fn = param(
+        "Function that replaces forward pass, backward pass and step. It takes (model, "
+        "optimizer, transform_outputs, loss_fn, inputs, labels, sample_weights, "
+        "backward_passes_per_step, batch_idx), or the first of these, and returns (outputs, "
+        "loss). When the last backward() before a step returns, gradients are the mean over the "
+        "ranks, so you can clip them. Step if (batch_idx + 1) % backward_passes_per_step == 0; "
+        "the last batch of an epoch has such a number. List objects whose state it uses, such as "
+        "a GradScaler, in stateful.",
+        type="Callable[..., Any]",
+    )
+    stateful = param(
+        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers, "
+        "averaged weights and further optimizers, that train_minibatch_fn, losses or callbacks "
+        "use. Gradients of these optimizers are averaged. Checkpoints "
+        "contain their state. On the ranks, the estimator's functions and objects share them, "
+        "together with the trained model and optimizer. [] declares that there are none.",
+        convert=_stateful,
+    )
+    column_dtypes = param(
+        "Dict of column to torch dtype, such as {'label': 'int64'}. Other columns become float32.",
+        default={},
+        convert=_dtypes,
+    )
+
+    batch_size_fn = param(
+        "Function that returns the size of a row (a dict, as collate_fn gets), such as lambda row: "
+        "len(row['tokens']). A batch larger than max_batch_size is computed in parts of rows of "
+        "similar size, whose gradients add up: the step is the same, and needs less memory. "
+        "Needs collate_fn or padding.",
+        type="Callable[[dict[str, Any]], float]",
+    )
+    max_batch_size = param(
+        "Largest size of a part: its number of rows times the batch_size_fn of its largest row, "
+        "as after padding. A larger row is a part by itself.",
+        convert=number(0),
+    )
+
+    gradient_clip_norm = param(
+        "Maximum norm of the averaged gradient of all parameters; larger gradients are scaled.",
+        convert=number(0),
+    )
+    gradient_clip_value = param(
+        "Maximum absolute value of each element of the averaged gradient.", convert=number(0)
+    )
+    lr_scheduler = param(
+        "Function that takes the optimizer and returns a scheduler, such as lambda optimizer: "
+        "StepLR(optimizer, 10). Checkpoints contain the scheduler's state. ReduceLROnPlateau gets "
+        "the validation loss, or the training loss without validation.",
+        convert=_function,
+    )
+    lr_scheduler_interval = param(
+        "When the scheduler steps: after each 'epoch' or after each optimizer 'step'.",
+        default="epoch",
+        convert=one_of(*INTERVALS),
+    )
+    precision = param(
+        "Precision of forward pass and loss in training: '32', 'bf16' or 'fp16' (with a gradient "
+        "scaler), by torch.autocast. Parameters are 32-bit floats, and transform() uses these.",
+        default="32",
+        convert=one_of(*PRECISIONS),
+    )
 
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]

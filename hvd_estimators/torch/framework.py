@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,15 @@ from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
-from hvd_estimators.fitting.framework import Fittable, Framework, build, is_function
+from hvd_estimators.fitting.framework import (
+    WEIGHT_REMEDY,
+    Fittable,
+    Framework,
+    build,
+    is_function,
+)
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
-from hvd_estimators.params.model import COLLATE_PARAMS
-from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_collate,
@@ -38,10 +41,11 @@ from hvd_estimators.torch.dry_run import (
     with_any_size,
 )
 from hvd_estimators.torch.lookups import Lookups
-from hvd_estimators.torch.loss import ignored_class, kind_of_outputs, takes_class_indices
+from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.shared_params import COLLATE_PARAMS
 from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
@@ -53,7 +57,9 @@ class TorchFramework(Framework):
 
     settings_class = TorchSettings
     name = "torch"
+    train: Trainer = staticmethod(train)
     model_class = torch.nn.Module
+    tensor_library = "torch"
     sent = (
         *Framework.sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
@@ -79,53 +85,42 @@ class TorchFramework(Framework):
             return estimator.copy({"optimizer": built})
         return estimator
 
-    @staticmethod
-    @contextlib.contextmanager
-    def seeded(seed: int) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-
-    def check_params(self) -> None:
-        check_collate(self.settings, self.reads_itself)
-        self.check_training()
-        check_collectives(self)
-        check_layers(self.settings, self.collectives)
-        check_column_dtypes(self.settings)
-
-    def check_training(self) -> None:
-        """Check model, optimizer, loss and metrics together."""
-        check_training(self.settings)
-
-    def kind_of_outputs(self, shape: tuple[int | None, ...] | None) -> str | None:
-        loss = self.settings.only_loss()
-        return None if loss is None else kind_of_outputs(loss, shape)
-
-    def check_sent(self) -> None:
-        super().check_sent()
-        model = plain_module(self.settings.model)
-        if isinstance(model, torch.nn.Module):
-            check_parameters(model, None)
-        if not isinstance(model, torch.jit.ScriptModule):
-            check_sendable("model", self.settings.model, Pickler)
-        optimizer = self.settings.optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_sendable("optimizer", optimizer, Pickler)
-
-    def label_conversions(self, numbers: Collection[str]) -> Mapping[str, Any]:
-        settings = self.settings
+    @classmethod
+    def with_label_types(cls, estimator: Fittable, numbers: Collection[str]) -> Fittable:
+        settings: TorchSettings = cls.settings_class.of(estimator)
         # A function of the user may change the shape of labels, and a user's step their type.
         has_own_step = settings.train_minibatch_fn is not None
         if settings.is_joint or settings.makes_values or has_own_step:
-            return {}
+            return estimator
         losses = settings.losses_in("loss") or ()
         dtypes = {
             label: "int64"
             for label, loss in zip(settings.label_cols, losses, strict=False)
             if takes_class_indices(loss) and label in numbers
         }
-        new = {**dtypes, **settings.column_dtypes}
-        return {"column_dtypes": new} if new != settings.column_dtypes else {}
+        if dtypes.keys() <= settings.column_dtypes.keys():
+            return estimator
+        return estimator.copy({"column_dtypes": {**dtypes, **settings.column_dtypes}})
+
+    def check(self) -> None:
+        settings = self.settings
+        check_collate(settings)
+        self.check_training()
+        check_collectives(self)
+        check_layers(settings, self.collectives)
+        check_column_dtypes(settings)
+        super().check()
+        model = plain_module(settings.model)
+        if isinstance(model, torch.nn.Module):
+            check_parameters(model, None)
+        if not isinstance(model, torch.jit.ScriptModule):
+            check_sendable("model", settings.model, Pickler)
+        if isinstance(settings.optimizer, torch.optim.Optimizer):
+            check_sendable("optimizer", settings.optimizer, Pickler)
+
+    def check_training(self) -> None:
+        """Check model, optimizer, loss and metrics together."""
+        check_training(self.settings)
 
     def dry_run(self, columns: Columns) -> Trial:
         trial = self._tried(columns)
@@ -178,18 +173,19 @@ class TorchFramework(Framework):
             (label,) = settings.label_cols
             check_classes(label, rows_of_model(settings, manifest)[label])
 
-    def tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+    def tensor_dtype(
+        self, name: str, stored: str, trial: Trial
+    ) -> tuple[str, Callable[[str], str]]:
         if name == self.settings.sample_weight_col:
-            return "float32"
-        dtype: str = self.settings.column_dtypes.get(name, "float32")
-        return dtype
+            return "float32", lambda dtype: WEIGHT_REMEDY
 
-    def dtype_remedy(self, name: str, dtype: str) -> str:
-        if name == self.settings.sample_weight_col:
-            return "Divide the weights by a constant, or cast them to float or double."
-        is_label = name in self.settings.label_cols
-        # Losses of numbers take no integers.
-        return f"Set column_dtypes={{{name!r}: {'float64' if is_label else dtype!r}}}."
+        def remedy(dtype: str) -> str:
+            # Losses of numbers take no integers.
+            wanted = "float64" if name in self.settings.label_cols else dtype
+            return f"Set column_dtypes={{{name!r}: {wanted!r}}}."
+
+        dtype: str = self.settings.column_dtypes.get(name, "float32")
+        return dtype, remedy
 
     def _class_limits(
         self, shapes: Sequence[tuple[int | None, ...]]
@@ -205,14 +201,6 @@ class TorchFramework(Framework):
             if takes_class_indices(loss) and is_number and shape and shape[0] is not None:
                 limits[label] = shape[0], ignored_class(loss)
         return limits
-
-    def metric_names(self) -> list[str] | None:
-        names = self.settings.named_metrics().names
-        return None if names is None else ["loss", *names]
-
-    def monitors(self) -> list[tuple[str, str | None]]:
-        stopping = [c for c in self.settings.callbacks if isinstance(c, EarlyStopping)]
-        return [*super().monitors(), *((MONITOR, callback.monitor) for callback in stopping)]
 
     def learning_rates(self, trial: Trial) -> list[float]:
         optimizer = self.settings.optimizer
@@ -254,9 +242,6 @@ class TorchFramework(Framework):
                 name: settings.get(name) for name in ("loss", "loss_constructors", "metrics")
             },
         )
-
-    def rank_function(self) -> Trainer:
-        return train
 
 
 def _model_fingerprint(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import math
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 from pyspark.sql import Column
 from pyspark.sql import types as T
@@ -21,7 +19,6 @@ from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.loading.collate import Collate
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
-    DeclaredParams,
     boolean,
     narrowed,
     numbers,
@@ -29,9 +26,7 @@ from hvd_estimators.params import (
     param,
     shapes,
 )
-from hvd_estimators.params.model import CollateParams
 from hvd_estimators.prepare.schema import feature_array
-from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
@@ -41,42 +36,12 @@ from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
-    dump_module,
-    dump_optimizer,
-    load_module,
-    load_optimizer,
     module_payload,
     plain_module,
     save_state,
 )
+from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
-
-
-class TorchFiles(DeclaredParams, FileWritable, FileReadable):
-    """Saved modules, and optimizers that refer to the module's parameters by name."""
-
-    def _dump_param(self, name: str, value: Any) -> bytes:
-        if name == "model" and isinstance(value, torch.nn.Module):
-            return dump_module(value)
-        model = self.getOrDefault("model") if name == "optimizer" else None
-        if isinstance(model, torch.nn.Module):
-            return dump_optimizer(value, model)
-        return cloudpickle.dumps(value)
-
-    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        documents = dict(documents)
-        model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
-        values = super()._load_params(documents)
-        module = self.getOrDefault("model")
-        if model is not None:
-            is_module = zipfile.is_zipfile(io.BytesIO(model))
-            module = values["model"] = (load_module if is_module else cloudpickle.loads)(model)
-        if optimizer is not None and isinstance(module, torch.nn.Module):
-            values["optimizer"] = load_optimizer(optimizer, module)
-        elif optimizer is not None:
-            values["optimizer"] = cloudpickle.loads(optimizer)
-        return values
-
 
 if TYPE_CHECKING:
     from hvd_estimators.torch.signatures import TorchModelSignatures
@@ -84,7 +49,7 @@ else:
     TorchModelSignatures = HorovodModel
 
 
-class TorchModel(TorchFiles, CollateParams, TorchModelSignatures):
+class TorchModel(TorchSharedParams, TorchModelSignatures):
     """Fitted torch module as a Spark ML Transformer.
 
     `transform` adds one column per output. A number per row becomes a double, a one-dimensional

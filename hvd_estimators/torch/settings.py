@@ -16,7 +16,9 @@ from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.loading.collate import BoundedCollate, Collate
+from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.collate import make_collate
+from hvd_estimators.torch.loss import kind_of_outputs
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.objective_args import (
@@ -130,9 +132,23 @@ class TorchSettings(Settings):
         is_single = len(self.label_cols) == len(losses) == 1
         return losses[0] if is_single and not self.is_joint else None
 
+    def kind_of_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        loss = self.only_loss()
+        return None if loss is None else kind_of_outputs(loss, shape)
+
     def losses_in(self, name: str) -> tuple[Any, ...] | None:
         """Return a param's callables, one per label, or a joint one; None if it is not set."""
         return losses(name, self.get(name), len(self.label_cols), self.is_joint)
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        names = self.named_metrics().names
+        return None if names is None else ["loss", *names]
+
+    @property
+    def monitors(self) -> list[tuple[str, str | None]]:
+        stopping = [c for c in self.callbacks if isinstance(c, EarlyStopping)]
+        return [*super().monitors, *((MONITOR, callback.monitor) for callback in stopping)]
 
     def metric_groups(self) -> tuple[tuple[Any, ...], ...]:
         """Return metrics as groups; a single metric is a group of one."""

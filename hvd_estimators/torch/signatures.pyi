@@ -1,16 +1,13 @@
 # Generated from the declarations of params by tests/helpers/signature_stubs.py.
 # mypy: disable-error-code="override"
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from numpy.typing import NDArray
-from pyspark.ml._typing import ParamMap
-from pyspark.sql import Column, DataFrame
 
-from hvd_estimators.fitting.stores import Paths
-from hvd_estimators.loggers import Logger
+from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.signatures import (
     HorovodEstimatorKeywords,
@@ -19,16 +16,12 @@ from hvd_estimators.params.signatures import (
     setter,
 )
 from hvd_estimators.torch.model import TorchModel
-from hvd_estimators.torch.params import TorchParams
 
 class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     model: torch.nn.Module | Callable[..., torch.nn.Module] | None
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     loss_weights: float | Sequence[float] | NDArray[Any] | None
-    loggers: Iterable[Logger] | None
-    collectives: Literal["auto", "horovod", "torch"] | None
-    class_weight: Mapping[int, float] | None
     collate_fn: Callable[[list[dict[str, Any]]], Any] | None
     padding: dict[str, float] | None
     masks: bool | None
@@ -47,43 +40,16 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     lr_scheduler_interval: Literal["epoch", "step"] | None
     precision: Literal["32", "bf16", "fp16"] | None
 
-class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
+class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchEstimatorKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchEstimatorKeywords]) -> Self: ...
-    @overload
-    def fit(self, dataset: DataFrame, params: ParamMap | None = None) -> TorchModel: ...
-    @overload
-    def fit(
-        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap, ...]
-    ) -> list[TorchModel]: ...
-    def fitMultiple(
-        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
-    ) -> Iterator[tuple[int, TorchModel]]: ...
-    def fit_on_parquet(
-        self,
-        path: Paths | Mapping[Any, Any] | None = None,
-        dataset_idx: str | None = None,
-        *,
-        validation_path: Paths | None = None,
-        params: Mapping[Any, Any] | None = None,
-    ) -> TorchModel: ...
-    def fit_on_table(
-        self,
-        table: str,
-        where: str | Column | None = None,
-        *,
-        validation_where: str | Column | None = None,
-        params: Mapping[Any, Any] | None = None,
-    ) -> TorchModel: ...
 
-    getLoggers = getCollectives = getClassWeight = getter
     getCollateFn = getPadding = getMasks = getter
     getInputShapes = getInputForm = getLossForm = getter
     getLossConstructors = getTrainMinibatchFn = getStateful = getter
     getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
     getLrSchedulerInterval = getPrecision = getter
-    setLoggers = setCollectives = setClassWeight = setter
     setCollateFn = setPadding = setMasks = setter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
@@ -92,8 +58,8 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
     setLrSchedulerInterval = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
-    history: list[dict[str, Any]] | None
     model: torch.nn.Module | None
+    history: list[dict[str, Any]] | None
     collate_fn: Callable[[list[dict[str, Any]]], Any] | None
     padding: dict[str, float] | None
     masks: bool | None

@@ -89,10 +89,11 @@ def select_outputs(
         return Selected([tensors[_PREDICTION]])
     missing = [label for label in labels if label not in tensors]
     raise ShapeError(
-        f"label_cols: the model returns {type(outputs).__name__} with the outputs "
+        f"the model returns {type(outputs).__name__} with the outputs "
         f"{', '.join(map(str, tensors)) or 'none'}, but no output is named {', '.join(missing)}."
         " Set outputs to the names of one output per label, name label columns and outputs alike, "
-        "or return a tuple in the order of label_cols."
+        "or return a tuple in the order of label_cols.",
+        param="label_cols",
     )
 
 
@@ -113,9 +114,10 @@ def require_tensors(selected: Selected, outputs: Any) -> Selected:
     for output in selected:
         if not isinstance(output, torch.Tensor):
             raise ShapeError(
-                f"label_cols: the model returns {type(outputs).__name__} of "
+                f"the model returns {type(outputs).__name__} of "
                 f"{type(output).__name__}. Return a tensor per label: alone, in a tuple, or in a "
-                "dict or dataclass by name; or set outputs to those that are tensors, such as [0]."
+                "dict or dataclass by name; or set outputs to those that are tensors, such as [0].",
+                param="label_cols",
             )
     return selected
 
@@ -254,8 +256,9 @@ class TensorSpec:
         selected = self.select(outputs)
         if self.pairs and len(selected) != len(labels):
             raise ShapeError(
-                f"label_cols: found {len(selected)} outputs for {len(labels)} label columns. Give "
-                "one output per label, or set outputs or loss_form='joint'."
+                f"found {len(selected)} outputs for {len(labels)} label columns. Give "
+                "one output per label, or set outputs or loss_form='joint'.",
+                param="label_cols",
             )
         if labels:
             selected = Selected(
@@ -302,8 +305,9 @@ class TensorSpec:
             for name in self.label_cols:
                 if name not in found:
                     raise DataError(
-                        f"label_cols: collate_fn returned no label {name!r}. Return a dict with "
-                        f"{name!r}, or a tuple (inputs, labels)."
+                        f"collate_fn returned no label {name!r}. Return a dict with "
+                        f"{name!r}, or a tuple (inputs, labels).",
+                        param="label_cols",
                     )
             given = {name: found[name] for name in self.label_cols}
             labels = [*self._on_device(given, device).values()]
@@ -506,9 +510,10 @@ def _check_whole(name: str, column: Array | torch.Tensor, label: torch.Tensor) -
     wrong = flat != label.reshape(-1)
     if wrong.any():
         raise DataError(
-            f"label_cols: expected whole numbers in the column {name!r}, which the loss takes as "
+            f"expected whole numbers in the column {name!r}, which the loss takes as "
             f"class numbers, found {flat[wrong][0].item():g}. Index the classes, with "
-            "pyspark.ml.feature.StringIndexer for example."
+            "pyspark.ml.feature.StringIndexer for example.",
+            param="label_cols",
         )
 
 

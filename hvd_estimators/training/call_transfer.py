@@ -173,9 +173,8 @@ class CallTransfer:
         try:
             yield
         except HvdEstimatorsError as error:
-            hint = self._hint()
-            if hint:
-                _append(error, hint)
+            if hint := self._hint():
+                error.add_remedy(hint)
             raise
         except BaseException as error:
             if not (trained and isinstance(error, Exception)):
@@ -210,13 +209,6 @@ def _logged(message: str) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s: %s", message, error)
-
-
-def _append(error: HvdEstimatorsError, hint: str) -> None:
-    message = f"{error}\n{hint}"
-    error.args = (message, *error.args[1:])
-    if isinstance(error, ImportError):
-        error.msg = message
 
 
 # The store's options may contain secrets. They are sent with the call itself, like all data that

@@ -13,13 +13,10 @@ from pathlib import Path
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.keras import KerasEstimator, KerasModel
-from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.lightning import LightningEstimator, LightningModel
-from hvd_estimators.lightning.params import LightningParams
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.torch import TorchEstimator, TorchModel
-from hvd_estimators.torch.params import TorchParams
 
 PACKAGE = Path(inspect.getfile(DeclaredParams)).parents[1]
 
@@ -30,7 +27,7 @@ IMPORTS = {
     "Column": "from pyspark.sql import Column",
     "DataFrame": "from pyspark.sql import DataFrame",
     "DataType": "from pyspark.sql.types import DataType",
-    "DeclaredParams": "from hvd_estimators.params.param import DeclaredParams",
+    "EstimatorParams": "from hvd_estimators.params.estimator import EstimatorParams",
     "Iterable": "from collections.abc import Iterable",
     "Iterator": "from collections.abc import Iterator",
     "Literal": "from typing import Literal",
@@ -43,6 +40,7 @@ IMPORTS = {
     "ResourceProfile": "from pyspark.resource import ResourceProfile",
     "Self": "from typing import Self",
     "Sequence": "from collections.abc import Sequence",
+    "SharedParams": "from hvd_estimators.params.model import SharedParams",
     "Store": "from hvd_estimators.store import Store",
     "TypeVar": "from typing import TypeVar",
     "TypedDict": "from typing import TypedDict",
@@ -57,11 +55,11 @@ IMPORTS = {
 
 
 FRAMEWORKS = (
-    ("torch", TorchEstimator, TorchParams, HorovodEstimator, TorchModel, HorovodModel),
-    ("keras", KerasEstimator, KerasParams, HorovodEstimator, KerasModel, HorovodModel),
-    ("lightning", LightningEstimator, LightningParams, TorchEstimator, LightningModel, TorchModel),
+    ("torch", TorchEstimator, HorovodEstimator, TorchModel, HorovodModel),
+    ("keras", KerasEstimator, HorovodEstimator, KerasModel, HorovodModel),
+    ("lightning", LightningEstimator, TorchEstimator, LightningModel, TorchModel),
 )
-"""For each framework: estimator and its params, model, and the classes that these inherit from."""
+"""For each framework: estimator and the class that it inherits from, and the same for the model."""
 
 FITS = """\
     @overload
@@ -90,7 +88,7 @@ FITS = """\
         params: Mapping[Any, Any] | None = None,
     ) -> Fitted: ...
 """
-"""The methods that return the framework's model, as pyspark declares them."""
+"""The methods that return the model, for an estimator whose base class returns another one."""
 
 ACCESSORS = """\
 T = TypeVar("T")
@@ -105,9 +103,9 @@ def stubs() -> dict[Path, str]:
     common = [
         ACCESSORS,
         _keywords(HorovodEstimator),
-        _class("EstimatorSignatures", "DeclaredParams", _accessors(HorovodEstimator)),
+        _class("EstimatorSignatures", "EstimatorParams", _accessors(HorovodEstimator)),
         _keywords(HorovodModel),
-        _class("ModelSignatures", "DeclaredParams", _accessors(HorovodModel)),
+        _class("ModelSignatures", "SharedParams", _accessors(HorovodModel)),
     ]
     return {
         PACKAGE / "params" / "signatures.pyi": _file(common),
@@ -117,9 +115,13 @@ def stubs() -> dict[Path, str]:
                     _keywords(estimator, base),
                     _class(
                         f"{estimator.__name__}Signatures",
-                        params.__name__,
+                        (
+                            f"HorovodEstimator[{model.__name__}]"
+                            if base is HorovodEstimator
+                            else base.__name__
+                        ),
                         _constructor(estimator),
-                        FITS.replace("Fitted", model.__name__),
+                        "" if base is HorovodEstimator else FITS.replace("Fitted", model.__name__),
                         _accessors(estimator, base),
                     ),
                     _keywords(model, model_base),
@@ -131,7 +133,7 @@ def stubs() -> dict[Path, str]:
                     ),
                 ]
             )
-            for framework, estimator, params, base, model, model_base in FRAMEWORKS
+            for framework, estimator, base, model, model_base in FRAMEWORKS
         },
     }
 
@@ -151,7 +153,7 @@ def _keywords(cls: type[DeclaredParams], base: type[DeclaredParams] | None = Non
 
 def _keyword_types(cls: type[DeclaredParams]) -> dict[str, str]:
     """Return the types of the keywords; a derived dict cannot narrow a keyword of its base."""
-    subclasses = [each for row in FRAMEWORKS for each in (row[1], row[4]) if issubclass(each, cls)]
+    subclasses = [each for row in FRAMEWORKS for each in (row[1], row[3]) if issubclass(each, cls)]
     return {
         name: declaration.setter_type
         for name, declaration in cls._declarations.items()

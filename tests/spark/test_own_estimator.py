@@ -91,7 +91,8 @@ class LineFramework(Framework):
     def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         return LeastSquaresSpec(**vars(common), ridge=self.settings.ridge)
 
-    def rank_function(self) -> Any:
+    @property
+    def train(self) -> Any:
         return self.settings.model
 
 
@@ -191,8 +192,8 @@ class Noting(LeastSquares):
 
 CALLED: list[str] = []
 METHODS = (
-    *("check_model", "check_params", "check_sent", "dry_run", "without_dry_run", "check_trial"),
-    *("model_identity", "min_batch_rows", "make_spec", "rank_function", "rank_environment"),
+    *("check", "dry_run", "without_dry_run", "check_trial"),
+    *("model_identity", "min_batch_rows", "make_spec"),
 )
 
 

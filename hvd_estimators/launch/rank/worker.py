@@ -73,7 +73,7 @@ def main(directory: str) -> int:
 
 def _reject_unusable_horovod(basics: Any) -> None:
     """Let ``hvd.init()`` of any framework raise the reason why this rank cannot use Horovod."""
-    problem = os.environ.get(HOROVOD_PROBLEM_VARIABLE)
+    problem = os.environ.get(HOROVOD_PROBLEM_VARIABLE, "")
 
     def init(*args: Any, **kwargs: Any) -> NoReturn:
         raise UnusableHorovodError(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -248,6 +249,31 @@ def test_errors_use_the_spelling_of_the_caller(
             ).fit_on_parquet()
         assert told.replace(spelling, ours) in str(raised.value)
         assert spelling not in str(raised.value)
+
+
+def test_errors_have_their_parts_as_attributes(tmp_path: Path) -> None:
+    calls = Calls(tmp_path)
+    told = []
+    for error, changes in (
+        (ColumnError, {"label_cols": ["text"]}),
+        (DataError, {"label_cols": ["holes"]}),
+        (ColumnError, {"feature_cols": [["x", "none"]]}),
+        (ColumnError, {"label_cols": None}),
+    ):
+        with pytest.raises(error) as raised:
+            calls.torch(**changes).fit_on_parquet()
+        read = pickle.loads(pickle.dumps(raised.value))
+        assert (str(read), vars(read)) == (str(raised.value), vars(raised.value))
+        assert read.problem in str(read)
+        told.append((read.param, read.column, read.default))
+    assert told == [
+        ("label_cols", "text", None),
+        ("label_cols", "holes", None),
+        ("feature_cols", "none", None),
+        ("label_cols", "label", "label"),
+    ]
+    assert str(read).startswith("label_cols is not set, and its default is label: The Parquet")
+    assert read.remedy == "Set label_cols, or [] to train without labels."
 
 
 def _in_a_file(calls: Any) -> Any:

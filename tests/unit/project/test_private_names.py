@@ -33,7 +33,7 @@ PUBLIC = {
 
 SHARED = {
     *("_declarations", "_defaults", "_load_params", "_metadata", "_store_value", "_values"),
-    *("_check_other_names", "_is_given", "_naming_as_set"),  # of declared params
+    *("_check_other_names", "_is_given", "_names_as_set"),  # of declared params
     *("_create_model", "_get_or_create_backend"),  # hooks of horovod.spark
     *("_floatx", "_input_keys", "_upstream_names"),  # params of saved models
     *("_from", "_hidden", "_is_row"),  # columns of `transform`
