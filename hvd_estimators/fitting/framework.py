@@ -153,7 +153,7 @@ class Framework(abc.ABC):
     @property
     def collectives(self) -> str:
         """The library that reduces values over the ranks: ``"horovod"`` or ``"torch"``."""
-        wanted = self.settings.get("collectives")
+        wanted = getattr(self.settings, "collectives", None)
         return "horovod" if wanted is None else choose_collectives(wanted, self.tensor_library)[0]
 
     def check_without_rows(self) -> None:  # noqa: B027

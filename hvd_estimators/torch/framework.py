@@ -25,6 +25,7 @@ from hvd_estimators.torch.checks import (
     check_collate,
     check_column_dtypes,
     check_layers,
+    check_sharding,
     check_training,
 )
 from hvd_estimators.torch.dry_run import (
@@ -91,6 +92,7 @@ class TorchFramework(Framework):
         self.check_training()
         check_collectives(self)
         check_layers(self.settings, self.collectives)
+        check_sharding(self.settings)
         check_column_dtypes(self.settings)
 
     def check_training(self) -> None:
@@ -244,6 +246,7 @@ class TorchFramework(Framework):
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},
             collectives=self.collectives,
+            sharding=settings.sharding_options,
             objects=module_file(self.trained_objects(), settings.stateful or ()),
         )
 

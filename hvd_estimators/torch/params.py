@@ -9,7 +9,17 @@ import torch
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
+from hvd_estimators.params import (
+    boolean,
+    column_names,
+    functions,
+    narrowed,
+    number,
+    objects,
+    one_of,
+    param,
+    shapes,
+)
 from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
 from hvd_estimators.params.model import CollateParams
 from hvd_estimators.torch.model import TorchFiles
@@ -18,6 +28,7 @@ from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
 )
+from hvd_estimators.torch.sharding import MODES
 from hvd_estimators.torch.stateful import has_state
 from hvd_estimators.torch.tensors import INPUT_FORMS
 
@@ -153,6 +164,25 @@ class TorchParams(
         "When the scheduler steps: after each 'epoch' or after each optimizer 'step'.",
         default="epoch",
         convert=one_of(*INTERVALS),
+    )
+    sharding = param(
+        "Whether each rank holds a part of every parameter, gradient and optimizer state, by torch's "
+        "fully_shard: 'none', 'full', or 'optimizer', which keeps a layer's parameters between its "
+        "forward and backward pass and is faster than 'full'. The ranks use torch.distributed.",
+        default="none",
+        convert=one_of(*MODES),
+    )
+    shard_modules = param(
+        "Names of the classes of layers that sharding gathers one after another, such as "
+        "['BertLayer']. Default: the model's _no_split_modules, or else the entries of its "
+        "ModuleLists.",
+        convert=column_names,
+    )
+    activation_checkpointing = param(
+        "Whether the layers of shard_modules compute their activations again in the backward pass, "
+        "instead of keeping them. Needs sharding.",
+        default=False,
+        convert=boolean,
     )
     precision = param(
         "Precision of forward pass and loss in training: '32', 'bf16' or 'fp16' (with a gradient "
