@@ -232,12 +232,6 @@ def check_sharding(settings: TorchSettings) -> None:
                 f"model: the layer {name!r} has sparse gradients, which sharding={mode!r} cannot "
                 "reduce. Create it with sparse=False."
             )
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ParamError(
-                f"model: the parameter {name!r} has a hook, which sharding={mode!r} would lose. "
-                "Register it on the module's output, or clip by gradient_clip_norm."
-            )
     settings.sharding_options.layers_of(module)
 
 

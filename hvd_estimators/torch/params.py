@@ -166,16 +166,15 @@ class TorchParams(
         convert=one_of(*INTERVALS),
     )
     sharding = param(
-        "Whether each rank holds a part of every parameter, gradient and optimizer state, by torch's "
-        "fully_shard: 'none', 'full', or 'optimizer', which keeps a layer's parameters between its "
-        "forward and backward pass and is faster than 'full'. The ranks use torch.distributed.",
+        "Whether each rank holds a part of every parameter, gradient and optimizer state: 'none', "
+        "'full', or 'optimizer', which keeps a layer's parameters from its forward to its backward "
+        "pass and is faster than 'full'. The ranks use torch's fully_shard.",
         default="none",
         convert=one_of(*MODES),
     )
     shard_modules = param(
         "Names of the classes of layers that sharding gathers one after another, such as "
-        "['BertLayer']. Default: the model's _no_split_modules, or else the entries of its "
-        "ModuleLists.",
+        "['BertLayer']. Default: the entries of the model's ModuleLists.",
         convert=column_names,
     )
     activation_checkpointing = param(

@@ -1,8 +1,8 @@
 """Sharding of a module over the ranks: each holds a part of every parameter.
 
 `shard` applies ``torch.distributed.fsdp.fully_shard`` (https://docs.pytorch.org/docs/stable/
-distributed.fsdp.fully_shard.html), which gathers the parameters of a layer while it computes. In a
-backward pass it leaves each rank the mean gradient of its own part. Optimizers, clipping and
+distributed.fsdp.fully_shard.html), which gathers the parameters of a layer while it computes. A
+backward pass leaves each rank the mean gradient of its part. Optimizers, clipping and
 schedulers then work on the parts. Checkpoints and the trained model hold whole tensors, so a run
 may resume on another number of ranks, and without sharding. Imports `torch.distributed.tensor`,
 which takes a second, only for sharded fits.
@@ -35,7 +35,8 @@ class ShardingOptions:
         One of `MODES`. With "optimizer", a layer's parameters stay gathered until its backward
         pass, which saves time. With "full", they are gathered again, which saves memory.
     modules : tuple of str, or None
-        Names of the classes of the layers that are gathered one after another.
+        Names of the classes of the layers that are gathered one after another. Default: the
+        entries of the model's ``ModuleList`` objects.
     activation_checkpointing : bool
         Whether these layers compute their activations again in the backward pass.
     precision : str
@@ -50,39 +51,34 @@ class ShardingOptions:
     def layers_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Return the layers that are gathered one after another, inner ones first.
 
-        The default is what the model names in ``_no_split_modules``, as models of Hugging Face do,
-        or else the entries of its lists of layers.
-
         Raises
         ------
         ParamError
             If the model has no layer of a class that ``shard_modules`` names.
         """
+        if self.modules is None:
+            return [*_entries_of_lists(module)]
         of_class: dict[str, list[torch.nn.Module]] = {}
         for layer in module.modules():
             if layer is not module:
                 of_class.setdefault(type(layer).__name__, []).append(layer)
-        names = self.modules
-        if names is None:
-            given = getattr(module, "_no_split_modules", None) or ()
-            names = tuple(name for name in given if name in of_class)
-            if not names:
-                found = [entry for parent in module.modules() for entry in _entries(parent)]
-                return found[::-1]
-        for name in names:
+        for name in self.modules:
             if name not in of_class:
                 raise ParamError(
                     f"shard_modules: the model has no layer of class {name!r}. Set one of "
                     f"{', '.join(map(repr, sorted(of_class)))}.{did_you_mean(name, [*of_class])}"
                 )
-        wanted = {id(layer) for name in names for layer in of_class[name]}
+        wanted = {id(layer) for name in self.modules for layer in of_class[name]}
         return [layer for layer in module.modules() if id(layer) in wanted][::-1]
 
 
-def _entries(parent: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the layers of a list of layers."""
-    if isinstance(parent, torch.nn.ModuleList) and len(parent) > 1:
-        yield from (entry for entry in parent if any(True for _ in entry.parameters()))
+def _entries_of_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the entries of a module's lists of layers, but not of lists within an entry."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
+            yield from (entry for entry in child if any(True for _ in entry.parameters()))
+        else:
+            yield from _entries_of_lists(child)
 
 
 def shard(
@@ -117,9 +113,7 @@ def shard(
     )
     for layer in options.layers_of(module):
         if options.activation_checkpointing:
-            layer.forward = functools.partial(  # type: ignore[method-assign]
-                checkpoint, layer.forward, use_reentrant=False
-            )
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         apply(layer)
     apply(module)
     parts = dict(module.named_parameters())
@@ -140,7 +134,8 @@ def is_sharded(tensor: Any) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor; the tensor itself if it is not sharded."""
-    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    given: Any = tensor
+    part: torch.Tensor = given.to_local() if is_sharded(given) else given
     return part
 
 

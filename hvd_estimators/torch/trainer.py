@@ -41,8 +41,8 @@ from hvd_estimators.torch.optimizer_step import (
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer_state,
-    restore_optimizer,
     plain_module,
+    restore_optimizer,
     trained_file,
 )
 from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
@@ -142,7 +142,7 @@ class TorchTrainSpec(TrainSpec):
 
     collectives: str
     objects: LocalFile
-    sharding: ShardingOptions = ShardingOptions()
+    sharding: ShardingOptions
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:

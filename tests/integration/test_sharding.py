@@ -131,7 +131,9 @@ def train_alone(
 
 
 def assert_same(found: torch.nn.Module, expected: torch.nn.Module, tolerance: float) -> None:
-    moved = [(a - b).abs().max() for a, b in zip(expected.parameters(), Net().parameters())]
+    moved = [
+        (a - b).abs().max() for a, b in zip(expected.parameters(), Net().parameters(), strict=True)
+    ]
     assert min(moved) > 1e-3
     for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert type(a) is torch.nn.Parameter
@@ -185,9 +187,11 @@ def test_bfloat16_computes_in_16_bits_and_trains_in_32(store: Any) -> None:
     whole = fit(store, 2, Net(), sharding="none", precision="bf16").getModel()
     exact = fit(store, 2, Net(), sharding="none").getModel()
     assert all(parameter.dtype == torch.float32 for parameter in sharded.parameters())
-    distance = lambda net: sum(  # noqa: E731
-        float((a - b).square().sum()) for a, b in zip(net.parameters(), exact.parameters())
-    )
+
+    def distance(net: torch.nn.Module) -> float:
+        pairs = zip(net.parameters(), exact.parameters(), strict=True)
+        return sum(float((a - b).detach().square().sum()) for a, b in pairs)
+
     assert 0 < distance(sharded) < 4 * distance(whole) + 1e-4
 
 

@@ -19,7 +19,7 @@ from hvd_estimators.torch.sharding import ShardingOptions, gathered
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = torch.nn.Linear(2, 2)
+        self.parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
 
 
 class Net(torch.nn.Module):
@@ -29,15 +29,13 @@ class Net(torch.nn.Module):
         self.heads = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
 
 
-def test_the_layers_of_lists_are_gathered_one_after_another() -> None:
+def test_the_entries_of_lists_are_gathered_one_after_another() -> None:
     net = Net()
     first, second, _ = net.layers
-    assert ShardingOptions("full").layers_of(net) == [second, first]
+    assert ShardingOptions("full").layers_of(torch.nn.Sequential(net)) == [first, second]
     # Inner ones come first, as fully_shard needs.
     found = ShardingOptions("full", ("Linear", "Layer")).layers_of(net)
-    assert found == [net.heads[0], second.inner, second, first.inner, first]
-    net._no_split_modules = ["Layer", "Other"]
-    assert ShardingOptions("full").layers_of(net) == [second, first]
+    assert found == [net.heads[0], *second.parts[::-1], second, *first.parts[::-1], first]
     assert ShardingOptions("full").layers_of(torch.nn.Linear(2, 2)) == []
     with pytest.raises(ParamError, match=r"no layer of class 'Layre'.*Did you mean 'Layer'"):
         ShardingOptions("full", ("Layre",)).layers_of(net)
@@ -53,12 +51,6 @@ def test_values_without_parts_are_unchanged() -> None:
     assert all(made["model"][name] is tensor for name, tensor in weights.items())
 
 
-def hooked() -> torch.nn.Module:
-    net = torch.nn.Linear(2, 2)
-    net.bias.register_hook(lambda gradient: gradient)
-    return net
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -72,7 +64,6 @@ def hooked() -> torch.nn.Module:
         ({"loss": torch.nn.Linear(2, 1)}, "^loss: Linear has parameters.*part of the model"),
         ({"model": torch.compile(torch.nn.Linear(2, 2))}, "^model: found .*without torch.compile"),
         ({"model": torch.nn.Embedding(2, 2, sparse=True)}, "^model: the layer '' has sparse"),
-        ({"model": hooked()}, "^model: the parameter 'bias' has a hook"),
         ({"shard_modules": ["Conv"]}, "^shard_modules: the model has no layer of class 'Conv'"),
     ],
 )
