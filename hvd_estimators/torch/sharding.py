@@ -92,13 +92,14 @@ def shard(
     Parameters
     ----------
     module : torch.nn.Module
-        The module, with the same weights on all ranks.
+        The module on the CPU, with the same weights on all ranks. Each layer moves to the device
+        before it is cut.
     optimizers : sequence of torch.optim.Optimizer
         Optimizers of the module; their groups and states get the parts.
     options : ShardingOptions
         The options.
     device : torch.device
-        The module's device.
+        Device of the parts.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -170,9 +170,11 @@ class _Trainer:
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        objects = load_objects(spec.objects, self.device)
-        self.module = objects.module
         self.is_sharded = spec.sharding.mode != "none" and self.size > 1
+        # A GPU may have memory for the parts only.
+        loaded_on = torch.device("cpu") if self.is_sharded else self.device
+        objects = load_objects(spec.objects, loaded_on)
+        self.module = objects.module
         if self.is_sharded:
             broadcast_tensors(self.module.state_dict())
             shard(self.module, [objects.optimizer], spec.sharding, self.device)
