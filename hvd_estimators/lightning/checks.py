@@ -26,6 +26,10 @@ _OF_LIGHTNING = {
     "lr_scheduler": "a scheduler in the module's configure_optimizers()",
     "lr_scheduler_interval": "the scheduler's interval in configure_optimizers()",
     "loggers": "logger, to Lightning's own such as its WandbLogger",
+    **dict.fromkeys(
+        ("sharding", "shard_modules", "activation_checkpointing"),
+        "nothing: a LightningModule is not sharded yet",
+    ),
     "precision": "trainer_args={'precision': 'bf16-mixed'} or '16-mixed'",
 }
 """Params of TorchEstimator for which Lightning has its own settings."""

@@ -25,6 +25,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
+from hvd_estimators.torch.sharding import gathered, sharded_weights
 from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
@@ -106,12 +107,12 @@ class RunCheckpoints:
             self.buffers.start()
             return
         if "model" in saved:
-            self._module.load_state_dict(saved["model"])
+            self._module.load_state_dict(sharded_weights(self._module, saved["model"]))
         # Training may have added groups and made parameters trainable.
         if "optimizer" in saved:
             restore_optimizer(self._optimizer, self._module, saved)
         self._trainable.restore(saved.get("requires_grad", {}))
-        self.gradients = saved.get("gradients", {})
+        self.gradients = sharded_weights(self._module, saved.get("gradients", {}))
         self._stateful.restore(saved.get("held", {}))
         # Schedulers that are created when training begins set the learning rates of the first
         # epoch.
@@ -196,6 +197,8 @@ class RunCheckpoints:
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
             return False
         unequal = buffers.unequal(digests)
+        content = {**self.content(), "gradients": dict(gradients)}
+        content = gathered(content, keep=self._rank == 0)
         if self._rank != 0:
             return True
         parts = {
@@ -203,11 +206,10 @@ class RunCheckpoints:
             "measures": [m["sums"] for m in of_measured if m is not None],
         }
         saved: Any = {
-            **self.content(),
+            **content,
             "buffers": unequal,
             "held": self._stateful.capture(),
             "requires_grad": self._trainable.capture(),
-            "gradients": dict(gradients),
         }
         if batches:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
@@ -230,7 +232,7 @@ class RunCheckpoints:
 
         def load(file: IO[bytes]) -> None:
             saved.update(load_state(file))
-            self._module.load_state_dict(saved["model"])
+            self._module.load_state_dict(sharded_weights(self._module, saved["model"]))
             self._metric_states = saved.pop("metrics", [])
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]
             # Otherwise a callback may add the missing groups or parameters when training begins.

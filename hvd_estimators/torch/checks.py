@@ -187,6 +187,53 @@ def check_layers(settings: TorchSettings, collectives: str) -> None:
             )
 
 
+def check_sharding(settings: TorchSettings) -> None:
+    """Check that the ranks can share the model's parameters."""
+    mode, module = settings.sharding, settings.model
+    if mode == "none":
+        for name in ("shard_modules", "activation_checkpointing"):
+            if settings.get(name):
+                raise ParamError(
+                    f"{name}: found {settings.get(name)!r} without sharding. Set sharding='full', "
+                    f"or leave {name} out."
+                )
+        return
+    if settings.get("collectives") == "horovod":
+        raise ParamError(
+            f"collectives: found 'horovod' with sharding={mode!r}, which needs torch.distributed. "
+            "Set collectives='torch', or leave it out."
+        )
+    for name in ("train_minibatch_fn", "gradient_compression", "batch_size_fn"):
+        if settings.get(name) is not None:
+            raise ParamError(
+                f"{name}: found {settings.get(name)!r} with sharding={mode!r}, whose ranks compute "
+                f"and reduce together. Leave {name} out."
+            )
+    if settings.precision == "fp16":
+        raise ParamError(
+            f"precision: found 'fp16' with sharding={mode!r}, which scales no gradients. Set "
+            "precision='bf16' or '32'."
+        )
+    for loss in settings.losses_in("loss") or ():
+        if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
+            raise ParamError(
+                f"loss: {type(loss).__name__} has parameters, which sharding={mode!r} does not "
+                "train. Make the loss a part of the model."
+            )
+    if plain_module(module) is not module or isinstance(module, torch.jit.ScriptModule):
+        raise ParamError(
+            f"model: found a {type(module).__name__} with sharding={mode!r}. Set the plain module, "
+            "without torch.compile or TorchScript."
+        )
+    for name, layer in module.named_modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            raise ParamError(
+                f"model: the layer {name!r} has sparse gradients, which sharding={mode!r} cannot "
+                "reduce. Create it with sparse=False."
+            )
+    settings.sharding_options.layers_of(module)
+
+
 def _check_step(settings: TorchSettings) -> None:
     """Check clipping, scheduler, precision and class weights."""
     if settings.train_minibatch_fn is not None:

@@ -20,6 +20,7 @@ from hvd_estimators.torch.process_group import (
     connected,
     leave_replaceable_group,
 )
+from hvd_estimators.torch.sharding import gathered, is_sharded, local_part
 from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -206,12 +207,13 @@ def not_finite(
         Scalars.
     """
     given = [loss for loss in losses if loss is not None]
-    sums = [_sum(tensor.detach()) for tensor in (*given, *module.parameters())]
+    parameters = map(local_part, module.parameters())
+    sums = [_sum(tensor.detach()) for tensor in (*given, *parameters)]
     if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
         return None, []
     # A sum may overflow although all values are finite.
     loss = next((float(loss) for loss in given if not torch.isfinite(loss).all()), None)
-    named = module.named_parameters()
+    named = ((name, local_part(value)) for name, value in module.named_parameters())
     return loss, [name for name, value in named if not bool(torch.isfinite(value).all())]
 
 
@@ -268,7 +270,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
     given = {
         name: torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
         for name, value in tensors.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and not is_sharded(value)
     }
     carried = {
         name: t.to(CARRIED_AS.get(t.dtype, t.dtype)).contiguous() for name, t in given.items()
@@ -348,6 +350,6 @@ def check_same_weights(
 
 
 def bits_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's bits, for a digest."""
-    bits: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    """Return a tensor's bits, for a digest. All ranks must call this for a sharded tensor."""
+    bits: Bytes = gathered(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return bits

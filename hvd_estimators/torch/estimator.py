@@ -11,7 +11,17 @@ import torch
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import RunResults
-from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
+from hvd_estimators.params import (
+    boolean,
+    column_names,
+    functions,
+    narrowed,
+    number,
+    objects,
+    one_of,
+    param,
+    shapes,
+)
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
@@ -27,6 +37,7 @@ from hvd_estimators.torch.serialization import (
     load_trained,
     restore_optimizer,
 )
+from hvd_estimators.torch.sharding import MODES
 from hvd_estimators.torch.shared_params import COLLATE_PARAMS, TorchSharedParams
 from hvd_estimators.torch.stateful import has_state
 from hvd_estimators.torch.tensors import INPUT_FORMS
@@ -190,6 +201,24 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         "When the scheduler steps: after each 'epoch' or after each optimizer 'step'.",
         default="epoch",
         convert=one_of(*INTERVALS),
+    )
+    sharding = param(
+        "Whether each rank holds a part of every parameter, gradient and optimizer state: 'none', "
+        "'full', or 'optimizer', which keeps a layer's parameters from its forward to its backward "
+        "pass and is faster than 'full'. The ranks use torch's fully_shard.",
+        default="none",
+        convert=one_of(*MODES),
+    )
+    shard_modules = param(
+        "Names of the classes of layers that sharding gathers one after another, such as "
+        "['BertLayer']. Default: the entries of the model's ModuleLists.",
+        convert=column_names,
+    )
+    activation_checkpointing = param(
+        "Whether the layers of shard_modules compute their activations again in the backward pass, "
+        "instead of keeping them. Needs sharding.",
+        default=False,
+        convert=boolean,
     )
     precision = param(
         "Precision of forward pass and loss in training: '32', 'bf16' or 'fp16' (with a gradient "

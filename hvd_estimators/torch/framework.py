@@ -28,6 +28,7 @@ from hvd_estimators.torch.checks import (
     check_collate,
     check_column_dtypes,
     check_layers,
+    check_sharding,
     check_training,
 )
 from hvd_estimators.torch.dry_run import (
@@ -108,6 +109,7 @@ class TorchFramework(Framework):
         self.check_training()
         check_collectives(self)
         check_layers(settings, self.collectives)
+        check_sharding(settings)
         check_column_dtypes(settings)
         super().check()
         model = plain_module(settings.model)
@@ -225,6 +227,7 @@ class TorchFramework(Framework):
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},
             collectives=self.collectives,
+            sharding=settings.sharding_options,
             objects=module_file(self.trained_objects(), settings.stateful or ()),
         )
 

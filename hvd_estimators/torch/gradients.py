@@ -16,6 +16,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
+from hvd_estimators.torch.sharding import is_sharded
 from hvd_estimators.training.progress import add_waiting
 
 UNUSED_GRADIENTS = (
@@ -91,7 +92,8 @@ class GradientAverager:
         self.weights = StepWeights(lambda: self._bucket_of)
         self._loss_in_step = loss_in_step
         self._others: list[torch.nn.Module] = []
-        self._alone = current().size == 1
+        # The gradients of a sharded module are means already.
+        self._alone = current().size == 1 or any(map(is_sharded, module.parameters()))
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
         self._optimizers = weakref.WeakKeyDictionary()
         self._gradient_hooks: dict[torch.Tensor, Any] = {}
@@ -242,7 +244,7 @@ class GradientAverager:
                 yield from group["params"]
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._alone:
+        if current().size > 1:
             check_first_order(optimizer)
         self._optimizers[optimizer] = None
         self._plans.clear()  # Its gradients may be sparse.
@@ -335,7 +337,7 @@ class GradientAverager:
         return _AveragedClosure(averaged)
 
     def _mean_loss(self, loss: Any) -> Any:
-        if self._alone or loss is None:
+        if current().size == 1 or loss is None:
             return loss
         counted = loss if self._loss_in_step is None else self._loss_in_step(loss)
         own = torch.as_tensor(counted).detach().to("cpu", torch.float64).reshape(1)

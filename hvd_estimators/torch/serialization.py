@@ -30,6 +30,7 @@ from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.torch.sharding import sharded_optimizer_state
 
 logger = logging.getLogger(__name__)
 
@@ -439,6 +440,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """
     sharing = [v for v in vars(optimizer).values() if _shares_groups(v, optimizer)]
     before = optimizer.param_groups
+    if _is_of_torch(state):
+        state = sharded_optimizer_state(optimizer, state)
     optimizer.load_state_dict(state)
     for inner in sharing:
         # Loading gives both new groups, or only the inner one.

@@ -27,6 +27,7 @@ from hvd_estimators.torch.objective_args import (
     metric_groups,
     per_label,
 )
+from hvd_estimators.torch.sharding import ShardingOptions
 from hvd_estimators.torch.tensors import TensorSpec
 
 
@@ -70,6 +71,19 @@ class TorchSettings(Settings):
         if self.collate_fn is not None:
             columns = [name for name in self.needed_columns if name != self.sample_weight_col]
         return dict.fromkeys(columns, "any") if columns else super().allowed_text
+
+    @property
+    def collectives(self) -> str:
+        """The library that reduces tensors; torch.distributed for a model that is sharded."""
+        return "torch" if self.sharding != "none" else str(self.values["collectives"])
+
+    @property
+    def sharding_options(self) -> ShardingOptions:
+        """How the ranks share the parameters."""
+        modules = None if self.shard_modules is None else tuple(self.shard_modules)
+        return ShardingOptions(
+            self.sharding, modules, self.activation_checkpointing, self.precision
+        )
 
     @cached_property
     def column_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -38,6 +38,9 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     gradient_clip_value: float | None
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     lr_scheduler_interval: Literal["epoch", "step"] | None
+    sharding: Literal["none", "optimizer", "full"] | None
+    shard_modules: str | Iterable[str] | None
+    activation_checkpointing: bool | None
     precision: Literal["32", "bf16", "fp16"] | None
 
 class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
@@ -49,13 +52,15 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     getLossConstructors = getTrainMinibatchFn = getStateful = getter
     getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
-    getLrSchedulerInterval = getPrecision = getter
+    getLrSchedulerInterval = getSharding = getShardModules = getter
+    getActivationCheckpointing = getPrecision = getter
     setCollateFn = setPadding = setMasks = setter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
     setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
     setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
-    setLrSchedulerInterval = setPrecision = setter
+    setLrSchedulerInterval = setSharding = setShardModules = setter
+    setActivationCheckpointing = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     model: torch.nn.Module | None

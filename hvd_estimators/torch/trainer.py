@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,11 @@ from hvd_estimators.torch.optimizer_step import (
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer_state,
-    optimizer_content,
     plain_module,
+    restore_optimizer,
     trained_file,
 )
+from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
 from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
@@ -135,10 +136,13 @@ class TorchTrainSpec(TrainSpec):
         ``"horovod"`` or ``"torch"``, see `choose_collectives`.
     objects : LocalFile
         `TrainedObjects`, see `module_file`.
+    sharding : ShardingOptions
+        Whether and how the ranks share the parameters.
     """
 
     collectives: str
     objects: LocalFile
+    sharding: ShardingOptions
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
@@ -166,8 +170,14 @@ class _Trainer:
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        objects = load_objects(spec.objects, self.device)
+        self.is_sharded = spec.sharding.mode != "none" and self.size > 1
+        # A GPU may have memory for the parts only.
+        loaded_on = torch.device("cpu") if self.is_sharded else self.device
+        objects = load_objects(spec.objects, loaded_on)
         self.module = objects.module
+        if self.is_sharded:
+            broadcast_tensors(self.module.state_dict())
+            shard(self.module, [objects.optimizer], spec.sharding, self.device)
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)
         self.optimizer = objects.optimizer
@@ -214,6 +224,9 @@ class _Trainer:
             every_parameter=self.objective.has_own_step,
             loss_in_step=self.objective.loss_in_step,
         )
+        # Validation batches of the rank that has most, if all ranks need to compute equally often.
+        self.val_passes = 0
+        self.last_batch: Batch | None = None
         # Whether the user's function calls backward() and step().
         self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
@@ -245,6 +258,10 @@ class _Trainer:
                 data.global_train_sizes(),
                 sum_over_ranks,
             )
+            if self.is_sharded and spec.data.val_plan is not None:
+                count = data.num_val_batches() or 0
+                most = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
+                self.val_passes = max(exchange.gather(min(count, most), "validation_batches"))
             self._start_training()
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
@@ -259,17 +276,21 @@ class _Trainer:
                     self.control.after_epoch(epoch + 1)
             self._callbacks("on_train_end")
         state = None
+        digests = weight_digests(self.original_module)
+        content = gathered(self.checkpoints.content(), keep=self.rank == 0)
         if self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
+            if self.is_sharded:
+                self._take_whole(content)
+            del content["model"]
             state = trained_file(
                 self.module,
                 lambda: load_module(spec.objects, mapped=True).module,
-                optimizer_content(self.optimizer, self.original_module),
+                content,
                 (self.optimizer, self.returned),
             )
         shapes = tuple(map(tuple, self.output_shapes or ())) or None
-        digests = weight_digests(self.original_module)
         return TrainResult(
             combined_digest(digests),
             state,
@@ -278,6 +299,17 @@ class _Trainer:
             stopped=self.stopped,
             weight_digests=digests,
         )
+
+    def _take_whole(self, content: Mapping[str, Any]) -> None:
+        """Load the driver's objects again, with the weights and the optimizer's state whole."""
+        objects = load_objects(self.spec.objects, torch.device("cpu"))
+        trained = dict(self.original_module.named_parameters())
+        self.module, self.optimizer = objects.module, objects.optimizer
+        self.returned = objects.returned
+        self.module.load_state_dict(content["model"])
+        restore_optimizer(self.optimizer, self.module, content)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(trained[name].requires_grad)
 
     def _run_epoch(self, epoch: int, batches: StepBatches, data: DataModule) -> EpochMetrics:
         train, done = self._start_epoch(epoch)
@@ -396,8 +428,9 @@ class _Trainer:
         """Compute and backpropagate the loss of one batch, and return the loss of it alone."""
         weights = self.averager.weights
         if not batch.rows:
-            weights.without_rows()
+            self._pass_without_rows()
             return None
+        self.last_batch = batch
         if self.objective.has_own_step:
             computed = self.averager.gradients
             evaluation = self.objective.run_minibatch(
@@ -415,6 +448,19 @@ class _Trainer:
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)
         return evaluation.loss.detach()
+
+    def _pass_without_rows(self) -> None:
+        """Take part in a pass in which only other ranks have rows."""
+        outputs: Sequence[torch.Tensor] = ()
+        if self.is_sharded:
+            # All ranks gather the layers, so this one computes with earlier rows.
+            assert self.last_batch is not None
+            with self.step.autocast():
+                tensors = self.given_objective.tensors
+                outputs = tensors.select(tensors.call(self.module, self.last_batch.inputs))
+        self.averager.weights.without_rows()
+        if outputs:
+            torch.stack([output.sum() * 0.0 for output in outputs]).sum().backward()
 
     def _shapes_of(self, outputs: Sequence[Any], batch: Batch) -> list[list[int]] | None:
         """Return the shape of one row of each output.
@@ -441,6 +487,7 @@ class _Trainer:
         metric_sums = MetricSums(self.objective.metrics, self.objective.loss_parts)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
+        passes = 0
         with torch.no_grad(), contextlib.closing(batches):
             for _, columns in _parts(itertools.islice(batches, steps)):
                 batch = self.given_objective.tensors.batch(columns, self.device)
@@ -449,6 +496,11 @@ class _Trainer:
                 with self.step.autocast():
                     evaluation = self.objective.evaluate(self.module, batch)
                 metric_sums.add(evaluation)
+                passes, self.last_batch = passes + 1, batch
+            for _ in range(passes, self.val_passes):
+                # Ranks with more batches need this one to gather the layers.
+                assert self.last_batch is not None
+                self.objective.evaluate(self.module, self.last_batch)
         return metric_sums
 
     def _save_checkpoint(self, batches: int = 0, metric_sums: MetricSums | None = None) -> bool:

@@ -248,6 +248,28 @@ def test_parts_with_losses_of_rows(
     assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
 
 
+SHARDED = [*cells(kind for kind in IN_TORCH if not KINDS[kind].own_step)]
+
+
+@pytest.mark.parametrize(("kind", "situation"), SHARDED)
+def test_sharded(ranks: Any, paths: Any, store: Store, kind: str, situation: str) -> None:
+    net = Net(kind)
+    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
+    given = {
+        **exactness.settings(ranks, store, kind, situation, "auto"),
+        "column_dtypes": KINDS[kind].dtypes,
+        **IN_TORCH[kind],
+    }
+    model = estimator(
+        **given,
+        model=net,
+        optimizer=make_optimizer(net, KINDS[kind].rate),
+        sharding="full",
+        shard_modules=["Linear"],
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+
+
 class Module(LightningModule):
     """Module whose training step returns a loss, or a loss and its weight."""
 

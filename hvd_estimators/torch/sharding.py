@@ -1,0 +1,206 @@
+"""Sharding of a module over the ranks: each holds a part of every parameter.
+
+`shard` applies ``torch.distributed.fsdp.fully_shard`` (https://docs.pytorch.org/docs/stable/
+distributed.fsdp.fully_shard.html), which gathers the parameters of a layer while it computes. A
+backward pass leaves each rank the mean gradient of its part. Optimizers, clipping and
+schedulers then work on the parts. Checkpoints and the trained model hold whole tensors, so a run
+may resume on another number of ranks, and without sharding. Imports `torch.distributed.tensor`,
+which takes a second, only for sharded fits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hvd_estimators.exceptions import ParamError, did_you_mean
+
+MODES = ("none", "optimizer", "full")
+"""Values of the param ``sharding``."""
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Params of sharding.
+
+    Attributes
+    ----------
+    mode : str
+        One of `MODES`. With "optimizer", a layer's parameters stay gathered until its backward
+        pass, which saves time. With "full", they are gathered again, which saves memory.
+    modules : tuple of str, or None
+        Names of the classes of the layers that are gathered one after another. Default: the
+        entries of the model's ``ModuleList`` objects.
+    activation_checkpointing : bool
+        Whether these layers compute their activations again in the backward pass.
+    precision : str
+        Value of the param ``precision``.
+    """
+
+    mode: str = "none"
+    modules: tuple[str, ...] | None = None
+    activation_checkpointing: bool = False
+    precision: str = "32"
+
+    def layers_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return the layers that are gathered one after another, inner ones first.
+
+        Raises
+        ------
+        ParamError
+            If the model has no layer of a class that ``shard_modules`` names.
+        """
+        if self.modules is None:
+            return [*_entries_of_lists(module)]
+        of_class: dict[str, list[torch.nn.Module]] = {}
+        for layer in module.modules():
+            if layer is not module:
+                of_class.setdefault(type(layer).__name__, []).append(layer)
+        for name in self.modules:
+            if name not in of_class:
+                raise ParamError(
+                    f"shard_modules: the model has no layer of class {name!r}. Set one of "
+                    f"{', '.join(map(repr, sorted(of_class)))}.{did_you_mean(name, [*of_class])}"
+                )
+        wanted = {id(layer) for name in self.modules for layer in of_class[name]}
+        return [layer for layer in module.modules() if id(layer) in wanted][::-1]
+
+
+def _entries_of_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the entries of a module's lists of layers, but not of lists within an entry."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
+            yield from (entry for entry in child if any(True for _ in entry.parameters()))
+        else:
+            yield from _entries_of_lists(child)
+
+
+def shard(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: ShardingOptions,
+    device: torch.device,
+) -> None:
+    """Replace a module's parameters by this rank's parts of them. Called by all ranks.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module on the CPU, with the same weights on all ranks. Each layer moves to the device
+        before it is cut.
+    optimizers : sequence of torch.optim.Optimizer
+        Optimizers of the module; their groups and states get the parts.
+    options : ShardingOptions
+        The options.
+    device : torch.device
+        Device of the parts.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    apply: Any = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=options.mode == "full"
+    )
+    for layer in options.layers_of(module):
+        if options.activation_checkpointing:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        apply(layer)
+    apply(module)
+    parts = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            given = group["params"]
+            group["params"] = [parts[names[id(parameter)]] for parameter in given]
+            for before, part in zip(given, group["params"], strict=True):
+                if before in optimizer.state:
+                    state = optimizer.state.pop(before)
+                    optimizer.state[part] = _parts_of(state, part)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether this rank holds a part of a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor; the tensor itself if it is not sharded."""
+    given: Any = tensor
+    part: torch.Tensor = given.to_local() if is_sharded(given) else given
+    return part
+
+
+def gathered(value: Any, keep: bool = True) -> Any:
+    """Return a value's dicts, lists and tuples with whole tensors, on the CPU. Called by all ranks.
+
+    Parameters
+    ----------
+    value : object
+        The value.
+    keep : bool
+        Whether this rank needs the tensors; otherwise it gets None for each that is sharded.
+    """
+    if is_sharded(value):
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, dict):
+        # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
+        made = copy.copy(value)
+        made.update((name, gathered(entry, keep)) for name, entry in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(gathered(entry, keep) for entry in value)
+    return value
+
+
+def sharded_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole ``state_dict()`` with this rank's parts, if the module is sharded."""
+    own = module.state_dict()
+    return {
+        name: _part(value, own[name]) if is_sharded(own.get(name)) else value
+        for name, value in weights.items()
+    }
+
+
+def sharded_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a whole ``state_dict()`` with this rank's parts, if the parameters are sharded."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(numbers) != len(parameters) or not any(map(is_sharded, parameters)):
+        return dict(state)
+    parameter_of = dict(zip(numbers, parameters, strict=True))
+    parts = {
+        number: _parts_of(entries, parameter_of[number])
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": parts}
+
+
+def _parts_of(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+    """Return the optimizer's state of a parameter; entries of its shape are cut like it."""
+    return {
+        name: _part(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        else value
+        for name, value in entries.items()
+    }
+
+
+def _part(whole: torch.Tensor, like: Any) -> Any:
+    """Return this rank's part of a tensor, cut like another one. No rank sends anything."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

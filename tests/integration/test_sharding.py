@@ -1,0 +1,243 @@
+"""Ranks that hold parts of the parameters end as one process, and resume from whole checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from fewer_ranks import ThreeShards
+from rank_pool import shared_ranks
+from reference import WIDTH, global_batches, write_rows
+from resuming import DataDependent, kept_checkpoints
+from torch.nn import functional
+
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+ROWS, BATCH_SIZE, CLIP = 37, 4, 0.5
+
+
+class Block(torch.nn.Module):
+    """Residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(torch.nn.Module):
+    """Net of a list of layers, whose first and last layer share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(WIDTH, 6)
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(3)])
+        self.norm = torch.nn.LayerNorm(6)
+        self.last = torch.nn.Linear(6, WIDTH)
+        self.back = torch.nn.Linear(WIDTH, 6)
+        self.back.weight = self.first.weight
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.back(self.last(self.norm(x))).sum(dim=1)
+
+
+class Parts:
+    """Callback that checks what a rank holds."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_train_begin(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        whole = sum(parameter.numel() for parameter in self.module.parameters())
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = [value for p in trained for value in self.optimizer.state[p].values()]
+        own = [parameter.to_local() for parameter in trained]
+        assert {id(parameter) for parameter in trained} == set(map(id, self.module.parameters()))
+        assert sum(part.numel() for part in own) <= 1.4 * whole / self.ranks
+        moments = [value for value in states if torch.is_tensor(value) and value.dim()]
+        assert len(moments) >= len(trained)
+        assert sum(m.to_local().numel() for m in moments) <= 1.4 * whole / self.ranks * (
+            len(moments) / len(trained)
+        )
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.02, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
+}
+
+
+class OfThreeShards(ThreeShards, TorchEstimator):
+    """Run started with 3 ranks."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _classes_of_this_file() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def fit(store: Any, ranks: int, net: torch.nn.Module, name: str = "adamw", **params: Any) -> Any:
+    cls = params.pop("cls", TorchEstimator)
+    return cls(
+        **{
+            **{"backend": shared_ranks(ranks), "store": store, "model": net},
+            "optimizer": OPTIMIZERS[name](net.parameters()),
+            "loss": functional.mse_loss,
+            **{"feature_cols": ["features"], "label_cols": ["label"]},
+            **{"batch_size": BATCH_SIZE, "epochs": 2, "random_seed": 3, "verbose": 0},
+            **{"shuffle": False, "scale_learning_rate": False, "sharding": "full"},
+            **params,
+        }
+    ).fit_on_parquet()
+
+
+def train_alone(
+    columns: dict[str, np.ndarray], ranks: int, name: str, passes: int = 1
+) -> torch.nn.Module:
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    batches = global_batches(ROWS, ranks, BATCH_SIZE)
+    for _ in range(2):
+        for first in range(0, len(batches), passes):
+            rows = np.concatenate(batches[first : first + passes])
+            optimizer.zero_grad()
+            outputs = net(torch.from_numpy(columns["features"][rows]))
+            functional.mse_loss(outputs, torch.from_numpy(columns["label"][rows])).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+    return net
+
+
+def assert_same(found: torch.nn.Module, expected: torch.nn.Module, tolerance: float) -> None:
+    moved = [
+        (a - b).abs().max() for a, b in zip(expected.parameters(), Net().parameters(), strict=True)
+    ]
+    assert min(moved) > 1e-3
+    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert type(a) is torch.nn.Parameter
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "params"),
+    [
+        ("momentum", 2, {}),
+        ("adam", 4, {"sharding": "optimizer"}),
+        ("adamw", 4, {"activation_checkpointing": True}),
+        ("adamw", 2, {"cls": OfThreeShards, "backward_passes_per_step": 2}),
+    ],
+)
+def test_ranks_train_as_one_process(
+    store: Any, name: str, ranks: int, params: dict[str, Any]
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    net = Net()
+    model = fit(
+        *(store, ranks, net, name),
+        **params,
+        callbacks=[Parts(ranks)],
+        gradient_clip_norm=CLIP,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+        lr_scheduler_interval="step",
+    )
+    shards = 3 if "cls" in params else ranks
+    passes = params.get("backward_passes_per_step", 1)
+    alone = train_alone(columns, shards, name, passes)
+    assert_same(model.getModel(), alone, 1e-5)
+    assert model.getModel().back.weight is model.getModel().first.weight
+    # Activations that were computed again count as a forward pass of a block, not of the net.
+    state = model.getOptimizer().state_dict()["state"]
+    assert all(
+        type(v) is torch.Tensor for of in state.values() for v in of.values() if v is not None
+    )
+
+
+def test_bfloat16_computes_in_16_bits_and_trains_in_32(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+
+    class Seen(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.distributed.is_initialized() and self.training:
+                assert self.first.weight.dtype == torch.bfloat16
+            return super().forward(x)
+
+    sharded = fit(store, 2, Seen(), precision="bf16").getModel()
+    whole = fit(store, 2, Net(), sharding="none", precision="bf16").getModel()
+    exact = fit(store, 2, Net(), sharding="none").getModel()
+    assert all(parameter.dtype == torch.float32 for parameter in sharded.parameters())
+
+    def distance(net: torch.nn.Module) -> float:
+        pairs = zip(net.parameters(), exact.parameters(), strict=True)
+        return sum(float((a - b).detach().square().sum()) for a, b in pairs)
+
+    assert 0 < distance(sharded) < 4 * distance(whole) + 1e-4
+
+
+def test_validation_takes_part_on_all_ranks(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), 7, seed=1)
+    given = {"validation": 0.5, "val_batch_size": 1}
+    sharded = fit(store, 2, Net(), **given).getHistory()
+    whole = fit(store, 2, Net(), sharding="none", **given).getHistory()
+    for found, expected in zip(sharded, whole, strict=True):
+        for stage in ("train", "validation"):
+            assert found[stage]["loss"] == pytest.approx(expected[stage]["loss"], rel=1e-5)
+
+
+# Adam would magnify the rounding errors of a bias before batch normalization.
+@pytest.mark.parametrize(("make", "name"), [(DataDependent, "momentum"), (Net, "adamw")])
+def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
+    store: Any, make: Callable[[], torch.nn.Module], name: str
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    given = {"checkpoint_every_n_steps": 1, "keep_checkpoints": 99}
+    model = fit(store, 2, make(), name, run_id="mine", **given)
+    weights, state = model.getModel().state_dict(), model.getOptimizer().state_dict()["state"]
+    others: list[dict[str, Any]] = [{}, {"sharding": "none"}, {"ranks": 1}]
+    positions = []
+    for number, (run_id, position) in enumerate(kept_checkpoints(store, "mine")):
+        positions.append(position)
+        params = {"ranks": 2, **others[number % 3]}
+        same = fit(store, params.pop("ranks"), make(), name, run_id=run_id, **params)
+        exact = {"rtol": 0, "atol": 0} if number % 3 == 0 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(same.getModel().state_dict(), weights, **exact)
+        torch.testing.assert_close(same.getOptimizer().state_dict()["state"], state, **exact)
+    # Each step of two epochs of five steps, of 8 rows but the last one.
+    within = [(epoch, rows) for epoch in (0, 1) for rows in (8, 16, 24, 32)]
+    assert positions == sorted([*within, (1, 0), (2, 0)])
+
+
+def test_an_optimizer_with_a_state_continues_on_parts(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    ends = []
+    for sharding in ("full", "none"):
+        net = Net()
+        optimizer = OPTIMIZERS["adam"](net.parameters())
+        functional.mse_loss(
+            net(torch.from_numpy(columns["features"])), torch.from_numpy(columns["label"])
+        ).backward()
+        optimizer.step()
+        ends.append(fit(store, 2, net, optimizer=optimizer, sharding=sharding).getModel())
+    assert_same(*ends, 1e-5)

@@ -1,0 +1,80 @@
+"""Layers that are gathered one after another, and params that sharding rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.checks import check_sharding
+from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.sharding import ShardingOptions, gathered
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer(), torch.nn.Dropout()])
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+
+def test_the_entries_of_lists_are_gathered_one_after_another() -> None:
+    net = Net()
+    first, second, _ = net.layers
+    assert ShardingOptions("full").layers_of(torch.nn.Sequential(net)) == [first, second]
+    # Inner ones come first, as fully_shard needs.
+    found = ShardingOptions("full", ("Linear", "Layer")).layers_of(net)
+    assert found == [net.heads[0], *second.parts[::-1], second, *first.parts[::-1], first]
+    assert ShardingOptions("full").layers_of(torch.nn.Linear(2, 2)) == []
+    with pytest.raises(ParamError, match=r"no layer of class 'Layre'.*Did you mean 'Layer'"):
+        ShardingOptions("full", ("Layre",)).layers_of(net)
+
+
+def test_values_without_parts_are_unchanged() -> None:
+    weights = Net().state_dict()
+    value = {"model": weights, "groups": [["a"], ("b", 1)]}
+    made = gathered(value)
+    assert made.keys() == value.keys()
+    assert made["groups"] == value["groups"]
+    assert made["model"]._metadata == weights._metadata
+    assert all(made["model"][name] is tensor for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"sharding": "none", "shard_modules": ["A"]}, r"^shard_modules: found \['A'\] without"),
+        ({"sharding": "none", "activation_checkpointing": True}, "^activation_checkpointing: "),
+        ({"collectives": "horovod"}, "^collectives: found 'horovod' with sharding='full'"),
+        ({"train_minibatch_fn": print}, "^train_minibatch_fn: found .*Leave"),
+        ({"gradient_compression": mock.Mock()}, "^gradient_compression: found"),
+        ({"batch_size_fn": len}, "^batch_size_fn: found"),
+        ({"precision": "fp16"}, "^precision: found 'fp16'.*bf16"),
+        ({"loss": torch.nn.Linear(2, 1)}, "^loss: Linear has parameters.*part of the model"),
+        ({"model": torch.compile(torch.nn.Linear(2, 2))}, "^model: found .*without torch.compile"),
+        ({"model": torch.nn.Embedding(2, 2, sparse=True)}, "^model: the layer '' has sparse"),
+        ({"shard_modules": ["Conv"]}, "^shard_modules: the model has no layer of class 'Conv'"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(params: dict[str, Any], message: str) -> None:
+    given = {"model": Net(), "loss": functional.mse_loss, "sharding": "full", **params}
+    estimator = TorchEstimator(**given, feature_cols=["x"], label_cols=["y"])
+    with pytest.raises(ParamError, match=message):
+        check_sharding(TorchSettings.of(estimator))
+
+
+def test_sharding_needs_torch_distributed() -> None:
+    of = lambda **params: TorchSettings.of(TorchEstimator(**params)).collectives  # noqa: E731
+    assert of(sharding="full") == of(sharding="optimizer") == of(collectives="torch") == "torch"
+    assert of() == of(sharding="none") == "auto"
