@@ -197,9 +197,7 @@ class _Foreign(Backend):
         with contextlib.ExitStack() as stack:
             events: Mapping[str, str] = {}
             if on_event is not None:
-                service = stack.enter_context(
-                    DriverService(self.driver_host(), self.num_processes())
-                )
+                service = stack.enter_context(DriverService(self.driver_host()))
                 stack.enter_context(receive_events(service, on_event))
                 events = service.environment()
             results = self._given.run(

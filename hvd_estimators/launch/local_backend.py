@@ -143,7 +143,7 @@ class LocalBackend(Backend):
         store.expect([slot.hostname for slot in slots])
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            service = stack.enter_context(DriverService(self.driver_host(), self._num_proc))
+            service = stack.enter_context(DriverService(self.driver_host()))
             stack.enter_context(receive_events(service, handler))
             relays = [stack.enter_context(Relay(_shown_by(handler, slot.rank))) for slot in slots]
             rank_logs = current_rank_logs()

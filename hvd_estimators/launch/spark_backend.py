@@ -291,7 +291,7 @@ class SparkBackend(Backend):
         with contextlib.ExitStack() as stack:
             modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
-            service = stack.enter_context(DriverService(host, num_proc))
+            service = stack.enter_context(DriverService(host))
             if commits is not None:
                 stack.enter_context(commits.serve(service))
             exchange = ExchangeServer(num_proc, cluster.application, watch.record)

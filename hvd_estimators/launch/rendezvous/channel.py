@@ -1,4 +1,4 @@
-"""Authenticated messages over TCP, and a listener that drops unauthenticated connections.
+"""Authenticated messages over TCP, and a listener for them.
 
 Both ends know the job's secret. Each end first sends a random nonce and a proof that it knows the
 secret, an HMAC over both nonces. The keys of the connection are derived from the secret and the
@@ -226,8 +226,6 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 BACKLOG = 1024
 """Maximum number of connections that wait to be accepted."""
 
-_MAX_STRANGERS = 256
-
 logger = logging.getLogger(__name__)
 
 
@@ -288,11 +286,8 @@ class Listener:
     address : str
         The single address of this machine to listen on; an empty string means all addresses.
     serve : callable
-        Called with the connection, which is closed afterwards, and with a function to call when the
-        other end has authenticated. An error in this function ends the connection.
-    num_clients : int
-        Number of clients, which may all connect at once. At most 256 more connections may be
-        unauthenticated; beyond that, the oldest of them is closed.
+        Called with the connection, which is closed afterwards. An error in this function ends the
+        connection.
 
     Attributes
     ----------
@@ -300,38 +295,26 @@ class Listener:
         ``host:port`` for clients.
     """
 
-    def __init__(
-        self,
-        address: str,
-        serve: Callable[[socket.socket, Callable[[], None]], None],
-        num_clients: int = 1,
-    ) -> None:
+    def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
         self._serve = serve
-        self._max_unauthenticated = num_clients + _MAX_STRANGERS
         self._socket = bound_socket(address)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
         self.client_address = f"{address}:{self.port}"
         self._lock = threading.Lock()
-        self._unauthenticated: dict[socket.socket, None] = {}  # in order of arrival
-        self._authenticated: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @classmethod
-    def at_host(
-        cls,
-        host: str,
-        serve: Callable[[socket.socket, Callable[[], None]], None],
-        num_clients: int = 1,
-    ) -> Self:
+    def at_host(cls, host: str, serve: Callable[[socket.socket], None]) -> Self:
         """Return a listener that clients reach at a host name or address.
 
         It listens on that address. If the host is a name, or not an address of this machine, it
         listens on all addresses: ranks may resolve a name to IPv4 or IPv6.
         """
         host = host.strip("[]")  # Spark writes IPv6 addresses in brackets
-        listener = cls(_own_address(host), serve, num_clients)
+        listener = cls(_own_address(host), serve)
         listener.client_address = f"{host}:{listener.port}"
         return listener
 
@@ -364,7 +347,7 @@ class Listener:
         pending.register(self._socket, select.POLLIN)
         while True:
             with self._lock:
-                if not (pending.poll(0) or self._unauthenticated or self._authenticated):
+                if not (pending.poll(0) or self._connections):
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -374,7 +357,7 @@ class Listener:
         """Stop accepting connections, and end the existing ones."""
         with self._lock:
             was_closed, self._closed = self._closed, True
-            ending = [*self._unauthenticated, *self._authenticated]
+            ending = [*self._connections]
         for connection in ending:
             _shut_down(connection)
         if self._thread is not None and not was_closed:
@@ -400,36 +383,26 @@ class Listener:
                     if self._closed:
                         connection.close()
                         return
-                    self._unauthenticated[connection] = None
-                    crowd = len(self._unauthenticated) > self._max_unauthenticated
-                    oldest = next(iter(self._unauthenticated)) if crowd else None
+                    self._connections.add(connection)
             except BlockingIOError:
                 continue  # the client has disconnected
             except OSError:
                 # For example, too many files are open.
                 time.sleep(timeouts.LISTENER_PAUSE)
                 continue
-            if oldest is not None:
-                _shut_down(oldest)
             threading.Thread(target=self._run, args=(connection,), daemon=True).start()
 
     def _run(self, connection: socket.socket) -> None:
-        def mark_authenticated() -> None:
-            with self._lock:
-                if self._unauthenticated.pop(connection, connection) is None:
-                    self._authenticated.add(connection)
-
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._serve(connection, mark_authenticated)
+            self._serve(connection)
         except OSError:
             pass  # the other end has disconnected, or is not part of the job
         except Exception:
             logger.exception("A message could not be answered")
         finally:
             with self._lock:
-                self._unauthenticated.pop(connection, None)
-                self._authenticated.discard(connection)
+                self._connections.discard(connection)
             connection.close()
 
 

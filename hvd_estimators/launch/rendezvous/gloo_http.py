@@ -14,7 +14,6 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from typing import Self
 
 import psutil
@@ -90,7 +89,7 @@ class GlooProxy:
     def __exit__(self, *exc_info: object) -> None:
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers, begun = _head(connection, deadline)
         given = headers.get("authorization", "")
@@ -99,7 +98,6 @@ class GlooProxy:
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             status = _UNAUTHORIZED
         else:
-            mark_authenticated()
             length = headers.get("content-length", "0")
             if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
                 status = _BAD_REQUEST

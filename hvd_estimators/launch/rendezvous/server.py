@@ -292,8 +292,6 @@ class RendezvousServer:
         Addresses of this machine at which ranks may reach it, the likeliest first.
     patience : Patience
         Time limits, including how long ranks may be silent.
-    num_clients : int
-        Number of tasks that connect, perhaps all at once.
 
     Attributes
     ----------
@@ -308,7 +306,6 @@ class RendezvousServer:
         secret: bytes,
         addresses: Sequence[str],
         patience: Patience | None = None,
-        num_clients: int = 1,
     ) -> None:
         self._secret = secret
         self._patience = patience or Patience()
@@ -317,7 +314,7 @@ class RendezvousServer:
         for address in addresses:
             # The address may have disappeared, or may not be bindable.
             with contextlib.suppress(OSError):
-                self._listeners.append(Listener(address, self._serve, num_clients))
+                self._listeners.append(Listener(address, self._serve))
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -347,9 +344,8 @@ class RendezvousServer:
             self.store.check_silence(now - before)
             before = now
 
-    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         channel = Channel.accept(connection, self._secret, self._patience.attempt)
-        mark_authenticated()
         while True:
             # The store itself looks for silent ranks.
             message = channel.receive(timeouts.EVENT_IDLE, self._patience.silence)

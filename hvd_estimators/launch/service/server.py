@@ -32,8 +32,6 @@ class DriverService:
     ----------
     host : str
         The address at which ranks reach this machine.
-    num_ranks : int
-        Number of ranks, which may all connect at once.
 
     Attributes
     ----------
@@ -41,10 +39,10 @@ class DriverService:
         Address for `connect_to_driver`: ``host:port:secret``.
     """
 
-    def __init__(self, host: str, num_ranks: int = 1) -> None:
+    def __init__(self, host: str) -> None:
         self._secret = new_secret()
         self._handlers: dict[str, RequestHandler] = {}
-        self._listener = Listener.at_host(host, self._serve, num_ranks)
+        self._listener = Listener.at_host(host, self._serve)
         self.address = f"{self._listener.client_address}:{self._secret.hex()}"
 
     def environment(self) -> dict[str, str]:
@@ -66,9 +64,8 @@ class DriverService:
     def __exit__(self, *exc_info: object) -> None:
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         channel = Channel.accept(connection, self._secret, timeouts.SERVICE_CONNECT)
-        mark_authenticated()
         message, body = channel.receive(timeouts.SERVICE_CONNECT, timeouts.SERVICE_CONNECT)
         self._handlers[message["kind"]](channel, message, body)
 

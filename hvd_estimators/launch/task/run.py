@@ -134,7 +134,7 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
 
 def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
     """Run one rank: facts, exchange, connection to the task of rank 0, process, outcome."""
-    task, num_tasks = context.partitionId(), len(context.getTaskInfos())
+    task = context.partitionId()
     with contextlib.ExitStack() as stack:
         # Facts
         here = _this_host(context, job)
@@ -142,9 +142,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
         server = None
         if task == 0:
             listening = [LOOPBACK, *here.addresses]
-            server = stack.enter_context(
-                RendezvousServer(job.secret, listening, num_clients=num_tasks)
-            )
+            server = stack.enter_context(RendezvousServer(job.secret, listening))
             port = stack.enter_context(reserved_port())
             facts["endpoints"] = server.endpoints
             facts["master"] = {"port": port, "run_id": uuid.uuid4().hex}

@@ -65,7 +65,7 @@ def test_threads_share_one_connection():
         for thread in threads:
             thread.join()
         assert one.request("get", **KEYS)[1] == b"." * 800
-        assert len(server._listeners[0]._authenticated) == 1
+        assert len(server._listeners[0]._connections) == 1
 
 
 def test_other_tasks_learn_the_rank_host_and_cause_of_a_failure():
