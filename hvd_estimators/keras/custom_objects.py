@@ -22,7 +22,7 @@ from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
 _MADE = "hvd_estimators>made"
 """Name of the object's own class in a config."""
 
-_FUNCTION = "_hvd_estimators_function"
+_FUNCTION = "hvd_estimators_function"
 """Attribute of models that a function of the user has made."""
 
 
@@ -52,7 +52,7 @@ def is_remembered(model: keras.Model) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a model, metric or optimizer again, without values of variables.
+    """Recipe to make a model, metric or optimizer again, without values of variables.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Recipe:
 
 
 def _is_made_without_config(kind: type) -> bool:
-    """Return whether a model's class has no config of its own, and a constructor.
+    """Return whether a model's class has a constructor, and Keras's config.
 
     A constructor that takes any arguments passes a graph to Keras's, which has a config of it.
     """
@@ -167,8 +167,10 @@ def _parts(value: Any) -> Iterator[Any]:
     for owner in owners:
         yield owner
         left_out = _COMPILED_WITH if isinstance(owner, keras.Layer) else ()
-        parts = list(vars(owner).values())
-        yield from (part for part in parts if not isinstance(part, left_out))
+        for name, part in list(vars(owner).items()):
+            # Keras stores wrappers of a layer's own methods among its attributes.
+            if not isinstance(part, left_out) and not hasattr(type(owner), name):
+                yield part
 
 
 def _named(part: Any) -> dict[str, Any]:

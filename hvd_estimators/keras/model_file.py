@@ -116,7 +116,7 @@ class ModelValues:
             named[name]._path, named[name].trainable = path, trainable
         targets: list[Any] = [named[name] for name, *_ in self.variables]
         optimizers = model_optimizers(model)
-        # Those in attributes are the last, with or without the one of compile() before them.
+        # Optimizers in attributes are the last, after the one of compile() if there is one.
         count = len(self.optimizers)
         optimizers = ([None] * count + optimizers)[len(optimizers) :]
         for optimizer, (of_model, count) in zip(optimizers, self.optimizers, strict=True):

@@ -22,6 +22,7 @@ from hvd_estimators.keras.backend import (
     kept_random_state,
 )
 from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.custom_objects import UnequalCopyError
 from hvd_estimators.keras.losses import kind_of_outputs, weights_by_samples, without_reduction
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
@@ -82,7 +83,8 @@ class KerasSettings(Settings):
             try:
                 copy = copy_model(self.model, objects)
             except Exception as error:
-                *_, reason = causes(error)
+                *_, first = causes(error)
+                reason = error if isinstance(error, UnequalCopyError) else first
                 # Keras adds an example of several lines.
                 text = " ".join(str(reason).strip().partition("\n\n")[0].split())
                 raise ParamError(
