@@ -139,7 +139,7 @@ def test_banned_words_are_found(wrong: str, better: str) -> None:
 
 def test_file_names_are_consistent_between_frameworks() -> None:
     """The same role has the same file name in the packages of torch, Keras and Lightning."""
-    roles = {"params", "estimator", "trainer", "checkpoint", "model", "predictor"}
+    roles = {"estimator", "framework", "settings", "trainer", "checkpoint", "model", "predictor"}
     for framework in ("torch", "keras", "lightning"):
         names = {path.stem for path in (PACKAGE / framework).glob("*.py")}
         assert roles <= names, framework
