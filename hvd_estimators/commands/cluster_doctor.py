@@ -1,8 +1,8 @@
 """Check a cluster with a launch of ranks on all its task slots, and suggest fixes by host.
 
-`check_cluster` and ``hvd-estimators doctor --cluster`` call this module on the driver. The launch
-is that of a training, with its checks: Python, versions of packages, GPUs and the network. Its
-ranks then examine their machines.
+`check_cluster` and ``hvd-estimators doctor --cluster`` call this module on the driver. Like
+the launch of a training, it checks Python, versions of packages, GPUs and the network. Its ranks
+then examine their machines.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class BuildRecipe:
         return str(Version(f"{self.horovod}+{'.'.join([*label, str(REVISION)])}"))
 
     def record(self) -> dict[str, Any]:
-        """Return what a wheel is built for, as plain values."""
+        """Return the record of a wheel, as plain values."""
         versions = {"torch": self.torch, "tensorflow": self.tensorflow}
         return {
             "horovod": self.horovod,

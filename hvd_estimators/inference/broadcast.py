@@ -41,7 +41,7 @@ _INLINE_BYTES = 2**18
 
 _FOLDER = "hvd_estimators-models"
 
-# Number of files that an executor keeps, for example those of two models that predict alternately.
+# Number of files that an executor keeps, for example for two models that predict alternately.
 # Workers that have mapped a file can still read it after its deletion.
 _KEPT = 2
 
@@ -187,9 +187,10 @@ def _put_together(sent: Parts, path: Path) -> None:
     partly = path.with_suffix(".partly")
     with open(partly, "wb") as file:
         for part in sent.parts:
-            file.write(part.value)
-            # A variable keeps its bytes in memory, beside the model.
-            vars(part).pop("_value", None)
+            # A variable keeps its bytes in memory, beside the model. A temporary copy does not.
+            reader: Broadcast[bytes] = object.__new__(Broadcast)
+            vars(reader).update(vars(part))
+            file.write(reader.value)
     models = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
     os.replace(partly, path)
     for model in models[_KEPT - 1 :]:
