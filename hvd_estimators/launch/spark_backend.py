@@ -42,8 +42,8 @@ from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.task.entry import run_task
-from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import MOST_BYTES, OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.settings import TaskSettings
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
@@ -298,8 +298,8 @@ class SparkBackend(Backend):
             requests = {EXCHANGE: exchange.answer}
             ask_to_stop = stack.enter_context(receive_events(service, handler, requests))
             stack.enter_context(exchange)
-            job = replace(
-                self._job(cluster, modules, env),
+            settings = replace(
+                self._task_settings(cluster, modules, env),
                 call=call,
                 max_bytes=min(cluster.collectable_bytes() // num_proc, MOST_BYTES),
                 secret=new_secret(),
@@ -308,7 +308,7 @@ class SparkBackend(Backend):
                 exchanges_over_driver=exchange.is_used,
                 rank_logs=None if rank_logs is None else cloudpickle.dumps(rank_logs),
             )
-            task = functools.partial(run_task, job=job)
+            task = functools.partial(run_task, settings=settings)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch, ask_to_stop)
             return results_in_order(outcomes(rows, num_proc))
 
@@ -323,20 +323,20 @@ class SparkBackend(Backend):
         if not self._forks_ranks or cluster.allocates_dynamically:
             return contextlib.nullcontext()
         modules = modules_of(pickle_call(fn, args, {}))
-        return importing(cluster, self.num_processes(), self._job(cluster, modules, env))
+        return importing(cluster, self.num_processes(), self._task_settings(cluster, modules, env))
 
     @property
     def _forks_ranks(self) -> bool:
         return self._warm_start and allows_warm_start(os.environ)
 
-    def _job(
+    def _task_settings(
         self,
         cluster: Cluster,
         modules: tuple[str, ...] | None,
         env: Mapping[str, str | None] | None,
-    ) -> Job:
+    ) -> TaskSettings:
         """Return the settings that all jobs of this backend share, independent of the call."""
-        return Job(
+        return TaskSettings(
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ),
             env={**(self._env or {}), **(env or {})},

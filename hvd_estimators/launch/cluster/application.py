@@ -23,7 +23,7 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.host_checks import installed_versions
-from hvd_estimators.launch.task.job import broadcast
+from hvd_estimators.launch.task.settings import broadcast
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext

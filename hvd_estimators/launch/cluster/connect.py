@@ -32,7 +32,7 @@ from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.addresses import route_address
 from hvd_estimators.launch.task.host_checks import installed_versions
-from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
+from hvd_estimators.launch.task.settings import INLINE_BYTES, AddedFile
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

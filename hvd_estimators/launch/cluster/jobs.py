@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from hvd_estimators.launch.cluster.application import Cluster
-    from hvd_estimators.launch.task.job import Job
+    from hvd_estimators.launch.task.settings import TaskSettings
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -251,7 +251,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
+def importing(cluster: Cluster, num_proc: int, settings: TaskSettings) -> Iterator[None]:
     """Let executors import the modules of a job's ranks, concurrently with the block.
 
     A barrier job sends the request, because its tasks reach all executors; with a local master, one
@@ -265,10 +265,13 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
         The application, with the resources that its tasks request.
     num_proc : int
         Number of ranks.
-    job : Job
+    settings : TaskSettings
         Contains the environment and the modules.
     """
-    key = (cluster.application, job.modules, job.executable, tuple(sorted(job.env.items())))
+    key = (
+        *(cluster.application, settings.modules, settings.executable),
+        tuple(sorted(settings.env.items())),
+    )
     now = time.monotonic()
     with _lock:
         is_new = now - _requested.get(key, float("-inf")) > idle_seconds(os.environ) / 2
@@ -276,7 +279,7 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     if not is_new:
         yield
         return
-    task = functools.partial(import_task, job=job)
+    task = functools.partial(import_task, settings=settings)
     tasks = 1 if cluster.is_local else num_proc
     collect = functools.partial(cluster.collect, tasks, task, "x int", barrier=not cluster.is_local)
     request = BackgroundJob(cluster, "Imports for ranks", collect)

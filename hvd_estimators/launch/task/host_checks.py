@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.rank.environment import SlotInfo
     from hvd_estimators.launch.task.addresses import HostAddresses
-    from hvd_estimators.launch.task.job import Job
+    from hvd_estimators.launch.task.settings import TaskSettings
 
 _PACKAGES = (
     *("cloudpickle", "horovod", "keras", "lightning", "pyarrow", "pytorch-lightning"),
@@ -45,31 +45,33 @@ _PACKAGES = (
 )
 
 
-def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[str, Any]:
+def machine_facts(
+    context: BarrierTaskContext, settings: TaskSettings, executor: str
+) -> dict[str, Any]:
     """Return the facts that the other tasks need for their checks, serializable as JSON.
 
     Parameters
     ----------
     context : BarrierTaskContext
         Context of this task.
-    job : Job
+    settings : TaskSettings
         The driver's settings for every task.
     executor : str
         Identifier of the task's executor, unique on its host.
     """
     facts: dict[str, Any] = {}
-    if job.executable is None:
+    if settings.executable is None:
         problem = patches_problem()
         if problem:
             facts["horovod_problem"] = problem
-        if job.versions:
+        if settings.versions:
             facts["build"] = "" if problem else horovod_build()
-            other = differences(installed_versions(), job.versions)
+            other = differences(installed_versions(), settings.versions)
             if other:
                 facts["problem"] = other
-    if VISIBLE_VARIABLE not in job.env:  # else the user chooses GPUs, or hides them
+    if VISIBLE_VARIABLE not in settings.env:  # else the user chooses GPUs, or hides them
         try:
-            gpus = assigned_gpus(_addresses(context), _environment(job))
+            gpus = assigned_gpus(_addresses(context), _environment(settings))
         except GpuError as error:
             facts["gpu_problem"] = str(error)
         else:
@@ -129,10 +131,12 @@ def horovod_problem(hosts: Sequence[str], facts: Sequence[Mapping[str, Any]]) ->
     return ""
 
 
-def gpu_variables(context: BarrierTaskContext, job: Job, slot: SlotInfo) -> dict[str, str]:
+def gpu_variables(
+    context: BarrierTaskContext, settings: TaskSettings, slot: SlotInfo
+) -> dict[str, str]:
     """Return the variables that restrict a task's rank to its GPUs."""
-    addresses, env = _addresses(context), _environment(job)
-    gpus = [] if VISIBLE_VARIABLE in job.env else assigned_gpus(addresses, env)
+    addresses, env = _addresses(context), _environment(settings)
+    gpus = [] if VISIBLE_VARIABLE in settings.env else assigned_gpus(addresses, env)
     return rank_gpus(addresses, gpus, slot.local_rank, slot.local_size, env)
 
 
@@ -141,9 +145,9 @@ def _addresses(context: BarrierTaskContext) -> list[str]:
     return list(resources["gpu"].addresses) if "gpu" in resources else []
 
 
-def _environment(job: Job) -> dict[str, str | None]:
+def _environment(settings: TaskSettings) -> dict[str, str | None]:
     """Return the executor's environment, updated with the ranks' variables."""
-    return {**os.environ, **job.driver_env, **job.env}
+    return {**os.environ, **settings.driver_env, **settings.env}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.rank_logs import RankLog
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage
-from hvd_estimators.launch.task.job import Job
+from hvd_estimators.launch.task.settings import TaskSettings
 
 
 class TaskOutput:
@@ -25,34 +25,34 @@ class TaskOutput:
     ----------
     rank : int
         The rank.
-    job : Job
+    settings : TaskSettings
         The driver's settings for every task.
     driver : EventSender
         Connection to the driver.
     """
 
-    def __init__(self, rank: int, job: Job, driver: EventSender) -> None:
+    def __init__(self, rank: int, settings: TaskSettings, driver: EventSender) -> None:
         self._rank = rank
-        self._job = job
+        self._settings = settings
         self._driver = driver
-        self._rank_log = RankLog(job.rank_logs, rank)
+        self._rank_log = RankLog(settings.rank_logs, rank)
         self._reporting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._rank_log.__enter__()
-        self._relay = Relay(self._send) if self._job.streams else None
+        self._relay = Relay(self._send) if self._settings.streams else None
         return self
 
     def handle(self, stream: str, lines: list[str]) -> None:
         """Forward lines of a stream."""
         self._rank_log.add(lines)
-        is_sent = stream in self._job.streams
+        is_sent = stream in self._settings.streams
         if is_sent and self._relay is not None:
             self._relay.put(stream, lines)
         # On one machine, the log is the driver's standard error. There, lines would be shown twice,
         # or nothing should be shown.
         is_shown = is_sent and self._driver.is_connected
-        if not self._job.one_machine or (self._job.verbose > 0 and not is_shown):
+        if not self._settings.one_machine or (self._settings.verbose > 0 and not is_shown):
             sys.stderr.write(self._marked(lines))
 
     def report(self, stage: RankStage) -> None:
@@ -69,7 +69,7 @@ class TaskOutput:
     def log_error(self, outcome: RankOutcome) -> None:
         """Write the traceback of a rank's exception to its log, and a remote executor's."""
         self._rank_log.add_outcome(outcome)
-        if outcome.report is not None and not self._job.one_machine:
+        if outcome.report is not None and not self._settings.one_machine:
             lines = outcome.report.traceback.splitlines(keepends=True)
             sys.stderr.write(self._marked(lines))
 

@@ -56,8 +56,8 @@ from hvd_estimators.launch.task.host_checks import (
     horovod_problem,
     machine_facts,
 )
-from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 from hvd_estimators.launch.task.output import TaskOutput
+from hvd_estimators.launch.task.settings import TaskSettings, task_environment, warm_start
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -115,12 +115,12 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
     return outcomes
 
 
-def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
+def run_rank(settings: TaskSettings) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     context = BarrierTaskContext.get()
     task, host = context.partitionId(), socket.gethostname()
     try:
-        outcome = _run_rank(context, job)
+        outcome = _run_rank(context, settings)
     except (DependencyError, GpuError, StoreError, UnreachableError) as error:
         kind = type(error).__name__
         outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
@@ -128,28 +128,28 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
         lost = error.failure.rank, error.failure.host
         why = f"Not started because {error}."
         outcome = RankOutcome(task, host, None, "lost", why, "", time.time(), lost)
-    document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
+    document = pickle.dumps(vars(_within(outcome, settings.max_bytes)))
     yield pa.RecordBatch.from_pydict({"outcome": pa.array([document], pa.binary())})
 
 
-def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
+def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcome:
     """Run one rank: facts, exchange, connection to the task of rank 0, process, outcome."""
     task = context.partitionId()
     with contextlib.ExitStack() as stack:
         # Facts
-        here = _this_host(context, job)
-        facts = {"host": asdict(here), **machine_facts(context, job, here.executor)}
+        here = _this_host(context, settings)
+        facts = {"host": asdict(here), **machine_facts(context, settings, here.executor)}
         server = None
         if task == 0:
             listening = [LOOPBACK, *here.addresses]
-            server = stack.enter_context(RendezvousServer(job.secret, listening))
+            server = stack.enter_context(RendezvousServer(settings.secret, listening))
             port = stack.enter_context(reserved_port())
             facts["endpoints"] = server.endpoints
             facts["master"] = {"port": port, "run_id": uuid.uuid4().hex}
 
         # Exchange
-        is_used = job.exchanges_over_driver
-        address = job.service if is_used or job.streams else ""
+        is_used = settings.exchanges_over_driver
+        address = settings.service if is_used or settings.streams else ""
         driver = stack.enter_context(contextlib.closing(EventSender(address, timeouts.OUTPUT_SEND)))
         peers = exchange(context, driver if is_used else None, facts)
         hosts = [HostAddresses(**peer["host"]) for peer in peers]
@@ -169,7 +169,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             # If the server could not bind a port, connections to port 0 are refused.
             endpoint = (addresses[0], dict(peers[0]["endpoints"]).get(addresses[0], 0))
             client = stack.enter_context(
-                RemoteRendezvousClient(endpoint, job.secret, slot.rank, first.hostname)
+                RemoteRendezvousClient(endpoint, settings.secret, slot.rank, first.hostname)
             )
         try:
             client.request("alive")
@@ -185,23 +185,23 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
 
         # Process
         launcher = RankLauncher(
-            job.call if isinstance(job.call, bytes) else job.call.value,
-            job.secret,
-            functools.partial(task_environment, job),
+            settings.call if isinstance(settings.call, bytes) else settings.call.value,
+            settings.secret,
+            functools.partial(task_environment, settings),
             Master(addresses[0], **peers[0]["master"]),
             horovod_problem([host.name for host in hosts], peers),
-            job.executable,
-            warm_start(job),
+            settings.executable,
+            warm_start(settings),
         )
         with (
-            TaskOutput(slot.rank, job, driver) as output,
+            TaskOutput(slot.rank, settings, driver) as output,
             launcher.start(
                 slot,
                 addresses[task],
                 client,
-                gpu_variables(context, job, slot),
+                gpu_variables(context, settings, slot),
                 output.handle,
-                separate_streams=job.separate_streams,
+                separate_streams=settings.separate_streams,
                 on_called=functools.partial(output.report, report(Stage.FUNCTION)),
             ) as process,
         ):
@@ -217,15 +217,15 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
     return outcome
 
 
-def _this_host(context: BarrierTaskContext, job: Job) -> HostAddresses:
-    if job.one_machine:
+def _this_host(context: BarrierTaskContext, settings: TaskSettings) -> HostAddresses:
+    if settings.one_machine:
         return HostAddresses(host_identity(), socket.gethostname(), executor_identity(), [])
     preferred = context.getTaskInfos()[context.partitionId()].address
     preferred = preferred.rpartition(":")[0].strip("[]")
-    driver = job.service.rsplit(":", 2)[0]
-    variable = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
-    if job.nics or not variable:
-        return this_host(preferred, driver, job.nics, "nics")
+    driver = settings.service.rsplit(":", 2)[0]
+    variable = {**os.environ, **settings.env}.get(INTERFACE_VARIABLE)
+    if settings.nics or not variable:
+        return this_host(preferred, driver, settings.nics, "nics")
     return this_host(preferred, driver, [variable], INTERFACE_VARIABLE)
 
 

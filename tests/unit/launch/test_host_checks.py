@@ -20,9 +20,9 @@ from hvd_estimators.launch.task.host_checks import (
     installed_versions,
     machine_facts,
 )
-from hvd_estimators.launch.task.job import Job
+from hvd_estimators.launch.task.settings import TaskSettings
 
-JOB = Job(
+JOB = TaskSettings(
     call=b"",
     max_bytes=1,
     secret=b"",

@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.task.job import task_environment
+from hvd_estimators.launch.task.settings import task_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

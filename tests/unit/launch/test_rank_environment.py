@@ -21,7 +21,7 @@ from hvd_estimators.launch.rank.environment import (
     reserved_port,
     shared_environment,
 )
-from hvd_estimators.launch.task.job import Job, task_environment
+from hvd_estimators.launch.task.settings import TaskSettings, task_environment
 
 SECRETS = {
     "PIP_INDEX_URL": "https://user:token@index.example/simple",
@@ -88,8 +88,8 @@ def of_ranks_of_a_local_master() -> dict[str, str]:
     return task_environment(job_of({}, inherits=True))
 
 
-def job_of(driver: dict[str, str], inherits: bool, **env: str | None) -> Job:
-    return Job(False, shared_environment(driver), env, (), None, 1, inherits=inherits)
+def job_of(driver: dict[str, str], inherits: bool, **env: str | None) -> TaskSettings:
+    return TaskSettings(False, shared_environment(driver), env, (), None, 1, inherits=inherits)
 
 
 @pytest.mark.parametrize("environment_of", [of_local_ranks, of_ranks_of_a_local_master])
@@ -139,7 +139,7 @@ def test_the_page_lists_the_variables_that_reach_ranks() -> None:
 
 
 def test_the_repr_of_a_job_shows_no_variables():
-    job = Job(
+    job = TaskSettings(
         one_machine=True,
         driver_env={"A": "value-1"},
         env={"B": "value-2"},

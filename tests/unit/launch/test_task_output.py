@@ -9,15 +9,15 @@ import pytest
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage, receive_events
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.stage import Stage
-from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.output import TaskOutput
+from hvd_estimators.launch.task.settings import TaskSettings
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def job(**settings: Any) -> Job:
+def job(**settings: Any) -> TaskSettings:
     given: dict[str, Any] = {"one_machine": False, "driver_env": {}, "env": {}, "verbose": 1}
-    return Job(driver_path=(), executable=None, **{**given, **settings})
+    return TaskSettings(driver_path=(), executable=None, **{**given, **settings})
 
 
 def test_an_executors_log_has_all_lines(capsys: pytest.CaptureFixture[str]) -> None:

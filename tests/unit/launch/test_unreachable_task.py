@@ -14,10 +14,10 @@ from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rendezvous import client
 from hvd_estimators.launch.task import run
 from hvd_estimators.launch.task.addresses import HostAddresses
-from hvd_estimators.launch.task.job import Job
+from hvd_estimators.launch.task.settings import TaskSettings
 from hvd_estimators.launch.timeouts import Patience
 
-JOB = Job(
+JOB = TaskSettings(
     one_machine=False,
     driver_env={},
     env={},

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class TaskSettings:
     """Settings that every task needs.
 
     Attributes
@@ -116,23 +116,23 @@ def broadcast(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[
         variable.destroy()
 
 
-def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
+def task_environment(settings: TaskSettings, *own: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment of a rank, including the rank's own variables."""
     added = SparkFiles.getRootDirectory()
     return child_environment(
         DEFAULTS,
-        local_environment(os.environ) if job.inherits else os.environ,
-        job.driver_env,
-        {"PYTHONPATH": python_path(sys.path, job.driver_path, trusted=[added])},
+        local_environment(os.environ) if settings.inherits else os.environ,
+        settings.driver_env,
+        {"PYTHONPATH": python_path(sys.path, settings.driver_path, trusted=[added])},
         *own,
-        {SERVICE_VARIABLE: job.service or None},
-        job.env,
+        {SERVICE_VARIABLE: settings.service or None},
+        settings.env,
     )
 
 
-def warm_start(job: Job) -> WarmStart | None:
+def warm_start(settings: TaskSettings) -> WarmStart | None:
     """Return the warm start that forks this rank, or None for a fresh process."""
-    env = {**os.environ, **job.driver_env}
-    if job.modules is None or not allows_warm_start(env):
+    env = {**os.environ, **settings.driver_env}
+    if settings.modules is None or not allows_warm_start(env):
         return None
-    return WarmStart.of_executor(job.modules, env)
+    return WarmStart.of_executor(settings.modules, env)
