@@ -201,7 +201,7 @@ def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
         TorchEstimator(loggers=WandbLogger())
     wrong = LightningEstimator(loggers=[WandbLogger()])
     with pytest.raises(ParamError, match=r"loggers: it is a param of TorchEstimator\. Set logger"):
-        Fit(wrong).framework.check_params()
+        Fit(wrong).framework.check()
 
 
 def test_hyperparameters_are_the_plain_values_that_were_set() -> None:

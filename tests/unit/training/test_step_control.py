@@ -198,11 +198,13 @@ def test_output_without_a_reader_is_not_an_error(capfd: Any, directory: str) -> 
             os._exit(9)
 
     def print_something() -> None:
-        """Print without a stop request, after the reader has closed the pipe."""
+        """Print before a stop request, and after it, when the reader has closed the pipe."""
         with graceful_stop.asking_for_grace():
             print("out", flush=True)
             sys.stderr.writelines(["e", "rr\n"])
             sys.stderr.flush()
+            graceful_stop.mute_if_unheard()
+            print("out", flush=True)
 
     assert child(lambda: None, [1, 2]) == 7
     assert child(print_something, [1, 2]) == 0
