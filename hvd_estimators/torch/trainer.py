@@ -442,8 +442,9 @@ class _Trainer:
         else:
             with self.step.autocast():
                 evaluation = self.objective.evaluate(self.module, batch, weights)
-        if evaluation.step_loss is not None:
-            self.step.scaled(evaluation.step_loss / weights.passes).backward()
+        loss = evaluation.step_loss
+        if loss is not None:
+            self.step.scaled(loss if weights.passes == 1 else loss / weights.passes).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)
