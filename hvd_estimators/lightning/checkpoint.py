@@ -37,7 +37,7 @@ from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.collectives import check_same_weights, exchange
-from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.metrics import metric_states, restore_metrics
 from hvd_estimators.torch.serialization import group_names
 from hvd_estimators.torch.shard_state import (
@@ -54,7 +54,6 @@ from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_s
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
-from hvd_estimators.training.spec import named_weights
 from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
@@ -236,9 +235,7 @@ class RunCheckpoint(Callback):
         if not self._has_compared_ranks:
             self._has_compared_ranks = True
             check_same_weights(pl_module, trainer.current_epoch, self.spec.run)
-            names = _averager(trainer).without_optimizer()
-            if names and trainer.is_global_zero:
-                logger.warning(UNUSED_GRADIENTS, named_weights(names))
+            _averager(trainer).warn_of_untrained()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store gradients that no step has used; a longer run uses them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,11 @@ from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.torch.sharding import is_sharded
 from hvd_estimators.training.progress import add_waiting
+from hvd_estimators.training.spec import named_weights
 
-UNUSED_GRADIENTS = (
+logger = logging.getLogger(__name__)
+
+_UNUSED_GRADIENTS = (
     "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "
     "trained. Give them to an optimizer, or call requires_grad_(False) on them. The weights of a "
     "loss are trained if the loss is a part of the model."
@@ -167,6 +171,12 @@ class GradientAverager:
             for name, parameter in self._named()
             if parameter.requires_grad and parameter.grad is not None and id(parameter) not in owned
         ]
+
+    def warn_of_untrained(self) -> None:
+        """Warn, on rank 0, about parameters that have gradients but no optimizer."""
+        names = self.without_optimizer()
+        if names and current().rank == 0:
+            logger.warning(_UNUSED_GRADIENTS, named_weights(names))
 
     @contextlib.contextmanager
     def averaging(self, accumulate: bool = False) -> Iterator[None]:

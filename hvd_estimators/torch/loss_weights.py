@@ -237,8 +237,8 @@ class StepWeights:
             Whether the micro-batch is the last one of its step on this rank.
         """
         self.rows, self.passes, self.is_last = rows, passes, is_last
-        self._slots, self._totals = ranks * passes, totals
-        self._per_row = self._slots / step_rows if step_rows else 0.0
+        self._micro_batches, self._totals = ranks * passes, totals
+        self._per_row = self._micro_batches / step_rows if step_rows else 0.0
         self._losses = self._weighted = 0
 
     def of_step(self, losses: Sequence[WeightedLoss]) -> list[Any]:
@@ -291,9 +291,9 @@ class StepWeights:
             if loss.kind == "rows":
                 factors.append(self.rows * self._per_row)
             elif loss.kind == "sum":
-                factors.append(self._slots if self.rows else 0.0)
+                factors.append(self._micro_batches if self.rows else 0.0)
             elif total is not None and loss.kind == "targets":
-                share = loss.weight * self._slots / total
+                share = loss.weight * self._micro_batches / total
                 factors.append(torch.where(total > 0, share, 0.0))
             else:
                 factors.append(loss.weight * self._per_row * self._ratio(loss.weight))

@@ -29,7 +29,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
@@ -55,7 +55,6 @@ from hvd_estimators.training.spec import (
     TrainResult,
     TrainSpec,
     combined_digest,
-    named_weights,
     shown_values,
 )
 from hvd_estimators.training.step_control import (
@@ -323,7 +322,7 @@ class _Trainer:
             outside = self.averager.outside
             check_same_weights(self.original_module, epoch, self.spec.run, outside)
             if self.objective.has_own_step:
-                self._warn_of_unused_gradients()
+                self.averager.warn_of_untrained()
         self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         self.progress.end_training()
@@ -413,7 +412,7 @@ class _Trainer:
             elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
                 self._warn_of_last_batches()
             if not (self.objective.has_own_step or steps_before):
-                self._warn_of_unused_gradients()
+                self.averager.warn_of_untrained()
             done = end // batch_passes
             if self.progress.count_step():
                 self.progress.step(done, metric_sums.means())
@@ -527,12 +526,6 @@ class _Trainer:
                 except StopIteration:
                     stops = True
         return bool(self.callbacks) and sum_over_ranks(float(stops), "stop_training") > 0
-
-    def _warn_of_unused_gradients(self) -> None:
-        """Warn about parameters that have gradients but are not trained."""
-        names = self.averager.without_optimizer()
-        if names and self.rank == 0:
-            logger.warning(UNUSED_GRADIENTS, named_weights(names))
 
     def _warn_of_last_batches(self) -> None:
         if self.rank == 0:
