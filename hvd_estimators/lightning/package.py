@@ -40,9 +40,9 @@ else:
 
     Callback = _placeholder("Callback", "Callback")
     Checkpoint = _placeholder("Checkpoint", "callbacks.Checkpoint")
-    CheckpointIO = _placeholder("CheckpointIO", "fabric.plugins.CheckpointIO")
+    CheckpointIO = _placeholder("CheckpointIO", "plugins.CheckpointIO")
     LightningEnvironment = _placeholder(
-        "LightningEnvironment", "fabric.plugins.environments.LightningEnvironment"
+        "LightningEnvironment", "plugins.environments.LightningEnvironment"
     )
     DDPStrategy = _placeholder("DDPStrategy", "strategies.DDPStrategy")
 
@@ -65,10 +65,8 @@ class Flavor:
     fabric: str
 
     def get(self, path: str) -> Any:
-        """Return a class or function by path: ``loggers.Logger`` or ``fabric.plugins.X``."""
+        """Return a class or function by its path in the package, such as ``loggers.Logger``."""
         home, _, name = f"{self.name}.{path}".rpartition(".")
-        if path.startswith("fabric."):
-            home = self.fabric + home.removeprefix(f"{self.name}.fabric")
         return getattr(importlib.import_module(home), name)
 
 
