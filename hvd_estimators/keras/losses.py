@@ -26,7 +26,7 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.training.row_weights import reduction_of
+from hvd_estimators.training.row_weights import compare_halves
 
 logger = logging.getLogger(__name__)
 
@@ -337,32 +337,30 @@ def check_loss(
 
 def _check_mean(name: str, loss: Any, label: Any, output: Any) -> None:
     """Warn if a loss of the user's is no mean over rows; reject a sum that is not declared."""
-    half = len(output) // 2
+
+    def losses_of(rows: slice) -> list[float]:
+        return [float(keras.ops.mean(resolved(label[rows], output[rows])))]
+
     try:
         resolved = keras.losses.get(loss)
-        if not half or is_keras(function_of(resolved)):
+        if is_keras(function_of(resolved)):
             return
-        with traceless():
-            full, first, second = (
-                float(keras.ops.mean(resolved(label[rows], output[rows])))
-                for rows in (slice(2 * half), slice(half), slice(half, 2 * half))
-            )
-    except Exception:
-        # Ranks pass whole batches only, so a failure on half a batch is not an error.
+    except Exception:  # It may be a loss only where the model was compiled.
         return
-    reduction = reduction_of(full, (first, second), (half, half))
+    with traceless():
+        (reduction,) = compare_halves(losses_of, len(output)) or ["mean"]
     if reduction == "sum" and getattr(resolved, "reduction", None) != "sum":
         raise ParamError(
             f"loss: expected a mean over rows for label {name!r}, found a sum. Return a value for "
             "each row, or set a keras.losses.Loss with reduction='sum'."
         )
-    if reduction is None:
+    if reduction == "other":
         logger.warning(
-            "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
-            "halves, %.6g and %.6g. Several ranks then do not train as one process. Return a value "
-            "for each row. If the loss compares rows with each other, see 'Contrastive losses over "
-            "the rows of all ranks' in the page on Keras.",
-            *(name, 2 * half, full, first, second),
+            "loss: for label %r the loss of a few rows is not the mean of the losses of both "
+            "halves. Several ranks then do not train as one process. Return a value for each row. "
+            "If the loss compares rows with each other, see 'Contrastive losses over the rows of "
+            "all ranks' in the page on Keras.",
+            name,
         )
 
 

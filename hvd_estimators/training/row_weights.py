@@ -26,37 +26,6 @@ NO_MEAN = (
 """Warning about a loss of torch or Lightning, which its name begins."""
 
 
-def reduction_of(
-    whole: float, halves: tuple[float, float], rows: tuple[int, int], tolerance: float = 1e-3
-) -> str | None:
-    """Return how a loss reduces the rows of a batch, given the losses of both halves.
-
-    Parameters
-    ----------
-    whole : float
-        The batch's loss.
-    halves : tuple of float
-        The losses of both halves.
-    rows : tuple of int
-        The rows of both halves.
-    tolerance : float
-        Relative error of the losses, such as for a random loss.
-
-    Returns
-    -------
-    str or None
-        ``"mean"``, ``"sum"``, or None for neither. A loss that is not finite counts as a mean.
-    """
-    first, second = halves
-    mean = (first * rows[0] + second * rows[1]) / sum(rows)
-    if not math.isfinite(whole + first + second):
-        return "mean"
-    for reduction, value in (("mean", mean), ("sum", first + second)):
-        if math.isclose(whole, value, rel_tol=tolerance, abs_tol=1e-6):
-            return reduction
-    return None
-
-
 def compare_halves(losses_of: Callable[[slice], Sequence[float | None]], rows: int) -> list[str]:
     """Compare each loss of some rows with its losses of both halves.
 
@@ -70,7 +39,8 @@ def compare_halves(losses_of: Callable[[slice], Sequence[float | None]], rows: i
     Returns
     -------
     list of str
-        For each loss ``"mean"``, ``"sum"`` or ``"other"``. Empty if the losses fail on some rows:
+        For each loss ``"mean"``, ``"sum"`` or ``"other"``. A loss that is not finite counts as a
+        mean, and so does a random one that is no sum. Empty if the losses fail on some rows:
         training passes whole batches only.
     """
     half = rows // 2
@@ -82,17 +52,23 @@ def compare_halves(losses_of: Callable[[slice], Sequence[float | None]], rows: i
     except Exception as error:
         logger.info("The loss of a few rows could not be compared with its halves: %s", error)
         return []
-    found = []
-    for whole, again, first, second in losses:
-        if whole is None or again is None or first is None or second is None:
-            found.append("mean")
-            continue
-        # A loss may draw random numbers, or depend on the calls before.
-        varies = not math.isclose(whole, again, rel_tol=1e-6, abs_tol=1e-9)
-        tolerance = 0.25 if varies else 1e-3
-        reduction = reduction_of(whole, (first, second), (half, rows - half), tolerance)
-        found.append(reduction or ("mean" if varies else "other"))
-    return found
+    known = [[value for value in each if value is not None] for each in losses]
+    return [_reduction(each, half / rows) if len(each) == len(parts) else "mean" for each in known]
+
+
+def _reduction(values: Sequence[float], share: float) -> str:
+    """Return how a loss reduces rows, given its values for all rows twice, and for both parts."""
+    whole, again, first, second = values
+    if not math.isfinite(whole + first + second):
+        return "mean"
+    # A loss may draw random numbers, or depend on the calls before.
+    varies = not math.isclose(whole, again, rel_tol=1e-6, abs_tol=1e-9)
+    tolerance = 0.25 if varies else 1e-3
+    mean = share * first + (1 - share) * second
+    for reduction, value in (("mean", mean), ("sum", first + second)):
+        if math.isclose(whole, value, rel_tol=tolerance, abs_tol=1e-6):
+            return reduction
+    return "mean" if varies else "other"
 
 
 def check_classes(name: str, labels: Array) -> None:

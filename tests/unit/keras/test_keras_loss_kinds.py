@@ -74,7 +74,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning(
         caplog.clear()
         compare(loss, rows, weights)
         (warning,) = caplog.messages
-        assert warning.startswith("loss: for label 'label' the loss of 6 rows, ")
+        assert warning.startswith("loss: for label 'label' the loss of a few rows is not the mean")
 
 
 @pytest.mark.parametrize(

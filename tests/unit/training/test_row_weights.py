@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from hvd_estimators.training.row_weights import reduction_of
+from hvd_estimators.training.row_weights import compare_halves
 
 OF_ROWS = [4.0, 1.0, 7.0, 2.0, 6.0]
 
@@ -19,19 +20,29 @@ OF_ROWS = [4.0, 1.0, 7.0, 2.0, 6.0]
         (lambda rows: sum(rows) / 5, "sum"),
         (lambda rows: 3.0, "mean"),
         (lambda rows: 0.0, "mean"),
-        (max, None),
-        (lambda rows: sum(r * r for r in rows) / sum(rows), None),
+        (max, "other"),
+        (lambda rows: sum(r * r for r in rows) / sum(rows), "other"),
         (lambda rows: math.nan if len(rows) == 2 else 1.0, "mean"),
         (lambda rows: math.inf, "mean"),
     ],
 )
-def test_a_loss_is_a_mean_a_sum_or_neither(loss: object, expected: str | None) -> None:
-    assert callable(loss)
-    whole, first, second = loss(OF_ROWS), loss(OF_ROWS[:2]), loss(OF_ROWS[2:])
-    assert reduction_of(whole, (first, second), (2, 3)) == expected
+def test_a_loss_is_a_mean_a_sum_or_neither(loss: Any, expected: str) -> None:
+    def losses_of(rows: slice) -> list[float | None]:
+        return [loss(OF_ROWS[rows]), None]
+
+    assert compare_halves(losses_of, len(OF_ROWS)) == [expected, "mean"]
 
 
 def test_a_random_loss_is_compared_with_more_tolerance() -> None:
-    assert reduction_of(1.0, (0.9, 1.3), (2, 3)) is None
-    assert reduction_of(1.0, (0.9, 1.3), (2, 3), tolerance=0.25) == "mean"
-    assert reduction_of(1.0, (0.5, 0.7), (2, 3), tolerance=0.25) == "sum"
+    def compared(*values: float) -> list[str]:
+        found = iter(values)
+        return compare_halves(lambda rows: [next(found)], 5)
+
+    assert compared(1.0, 1.0, 0.9, 1.3) == ["other"]
+    assert compared(1.0, 1.1, 0.9, 1.3) == compared(1.0, 1.1, 5.0, 1.3) == ["mean"]
+    assert compared(1.0, 1.1, 0.5, 0.7) == ["sum"]
+
+
+def test_losses_that_fail_on_some_rows_are_not_compared() -> None:
+    assert compare_halves(lambda rows: [1.0 / (5 - (rows.start or 0) - 3)], 5) == []
+    assert compare_halves(lambda rows: [1.0], 1) == []
