@@ -186,7 +186,7 @@ class _Span:
 
 
 READ_AHEAD = 4
-"""Number of ranges of a remote store that are read at the same time beside those of the workers.
+"""Number of ranges of a remote store that are read at the same time beside the workers' own.
 
 Their requests wait for the store while the workers decode.
 """
