@@ -40,7 +40,7 @@ from hvd_estimators.fitting.progress import (
     show_learning_rates,
     show_progress,
 )
-from hvd_estimators.fitting.record import RunRecord, hyperparameters, noted_params, start_note
+from hvd_estimators.fitting.record import RunRecord, hyperparameters, recorded_params, start_record
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults, run_paths
 from hvd_estimators.fitting.run_loggers import RunLoggers
@@ -484,11 +484,11 @@ class Fit:
         settings = self.settings
         spec = spec_for(backend.num_processes())
         run.check_reading(spec.data)
-        with CallTransfer(spec) as handover:
-            with handover.describing_saved_state(trained=False):
-                launch = Launch(run, handover, self.framework.train, spec_for, spec)
+        with CallTransfer(spec) as transfer:
+            with transfer.describing_saved_state(trained=False):
+                launch = Launch(run, transfer, self.framework.train, spec_for, spec)
             if run.checkpoints:
-                handover.delete_others()
+                transfer.delete_others()
             started = time.monotonic()
             with (
                 ending_by_sigterm(),
@@ -496,7 +496,7 @@ class Fit:
                 run.without_orphans(),
             ):
                 with (
-                    handover.describing_saved_state(trained=False),
+                    transfer.describing_saved_state(trained=False),
                     show_progress(spec, run.newest) as shown,
                 ):
                     limit, least = settings.max_restarts, settings.min_num_proc
@@ -509,8 +509,8 @@ class Fit:
                     }
                     results = restarts.launch(backend, lambda on: launch(on, env, handler))
                 seconds = time.monotonic() - started
-                with handover.describing_saved_state(trained=True):
-                    run_results = RunResults(handover.read(results), launch.spec)
+                with transfer.describing_saved_state(trained=True):
+                    run_results = RunResults(transfer.read(results), launch.spec)
                     model = self._wrap(run_results, trial)
                     model._summary = self._summary(run_results, seconds, len(restarts.failures))
                     record.complete(
@@ -536,7 +536,7 @@ class Fit:
         )
         required = self.settings.loggers
         loggers = RunLoggers(logged, required, optional, is_resumed=run.newest is not None)
-        return RunRecord(run, start_note(self.estimator, run, spec), loggers, mlflow)
+        return RunRecord(run, start_record(self.estimator, run, spec), loggers, mlflow)
 
     def mlflow_logger(self) -> MlflowLogger | None:
         """Return the MLflow logger of the fit, or None if it is off or has no MLflow run."""
@@ -547,7 +547,7 @@ class Fit:
         within = of_grid or active_run()
         if within is None:
             return None
-        params = noted_params(self.estimator, only_set=True)
+        params = recorded_params(self.estimator, only_set=True)
         return MlflowLogger(within, params, own_run=of_grid is not None)
 
     # Wrap

@@ -64,7 +64,7 @@ _CLOSE_SECONDS = 120.0
 """Maximum wait for the history to be written at the end of a fit."""
 
 
-def start_note(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str, Any]:
+def start_record(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str, Any]:
     """Return the record at the start of training; values of earlier fits of the run are preserved.
 
     Parameters
@@ -90,7 +90,7 @@ def start_note(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str
         "framework": spec.checkpoints.framework,
         "fingerprint": as_json(run.paths.fingerprint),
         "row_order": asdict(ReadOrder(data.num_shards, data.random_seed)),
-        "params": noted_params(estimator),
+        "params": recorded_params(estimator),
         "columns": [
             {"name": c.name, "kind": c.kind, "dtype": c.dtype, "shape": list(c.shape)}
             for c in data.columns
@@ -107,7 +107,7 @@ def start_note(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str
     return document
 
 
-def end_note(
+def end_record(
     document: Mapping[str, Any], error: BaseException | None, store: Store
 ) -> dict[str, Any]:
     """Return the record at the end of a fit, given the record at its start."""
@@ -138,7 +138,7 @@ def _over(fit: Mapping[str, Any]) -> dict[str, Any]:
     return {**fit, "state": "interrupted"} if fit["state"] == "running" else dict(fit)
 
 
-def noted_params(estimator: DeclaredParams, *, only_set: bool = False) -> dict[str, Any]:
+def recorded_params(estimator: DeclaredParams, *, only_set: bool = False) -> dict[str, Any]:
     """Return the params that are not None; values that JSON cannot hold become names.
 
     With ``only_set``, defaults are omitted.
@@ -218,7 +218,7 @@ class RunRecord:
     run : Run
         The run.
     document : mapping
-        The record at the start of training, see `start_note`.
+        The record at the start of training, see `start_record`.
     loggers : RunLoggers
         The fit's loggers, which get the same metrics.
     mlflow : MlflowLogger, optional
@@ -261,7 +261,7 @@ class RunRecord:
             if not self._is_complete:
                 self._end_history(self._rows)
             with self._warned():
-                self._write("metadata", _json(end_note(self._document, exc, self._store)))
+                self._write("metadata", _json(end_record(self._document, exc, self._store)))
         self._loggers.finish("finished" if exc is None else end_state(exc))
 
     def handler(self, shown: Handler) -> Handler:

@@ -64,7 +64,7 @@ class Launch:
     ----------
     run : Run
         The run. Its fencing tokens stop ranks of earlier launches from writing.
-    handover : CallTransfer
+    transfer : CallTransfer
         Writes the trainer and its spec to the store for the ranks.
     train : callable
         The function that every rank calls.
@@ -82,17 +82,17 @@ class Launch:
     def __init__(
         self,
         run: Run,
-        handover: CallTransfer,
+        transfer: CallTransfer,
         train: Trainer,
         spec_for: Callable[[int], TrainSpec],
         spec: TrainSpec,
     ) -> None:
         self.spec = spec
         self._run = run
-        self._handover = handover
+        self._transfer = transfer
         self._train = train
         self._spec_for = spec_for
-        self._call = handover.put(train)
+        self._call = transfer.put(train)
         self._number = 0
 
     def __call__(
@@ -102,7 +102,7 @@ class Launch:
         num_ranks = backend.num_processes()
         if num_ranks != self.spec.data.num_ranks:
             self.spec = self._spec_for(num_ranks)
-            self._call = self._handover.put(self._train, self.spec)
+            self._call = self._transfer.put(self._train, self.spec)
         call = replace(self._call, fence=self._run.fencing_token(self._number))
         self._number += 1
         run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows

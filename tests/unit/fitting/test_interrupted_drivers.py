@@ -15,7 +15,7 @@ import pytest
 
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.record import end_note
+from hvd_estimators.fitting.record import end_record
 from hvd_estimators.fitting.restarts import ending_by_sigterm
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch import timeouts
@@ -100,7 +100,7 @@ def test_the_driver_waits_no_longer_than_ranks_ask(caplog: Any) -> None:
 def test_run_states_distinguish_interrupts_from_failures(
     tmp_path: Path, error: BaseException | None, state: str
 ) -> None:
-    document = end_note({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
+    document = end_record({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
     assert document["state"] == document["fits"][0]["state"] == state
     assert ("error" in document) == (error is not None)
     if isinstance(error, WorkerFailedError):

@@ -21,7 +21,7 @@ from hvd_estimators import Store
 from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
+from hvd_estimators.fitting.record import RunRecord, recorded_params, start_record
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.launch.service.events import RankEpoch, RankOutput
@@ -55,7 +55,7 @@ def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) 
     )
     spec: Any = SimpleNamespace(data=data, checkpoints=CheckpointOptions("torch"))
     loggers = RunLoggers(LoggedRun(run.paths.run_id, "0" * 40, run.epochs_done, {}))
-    return RunRecord(run, start_note(estimator, run, spec), loggers)
+    return RunRecord(run, start_record(estimator, run, spec), loggers)
 
 
 def epoch(number: int, loss: float, val_loss: float | None = None) -> RankEpoch:
@@ -183,7 +183,7 @@ def test_notes_hold_no_secrets(tmp_path: Path) -> None:
 
     many = [f"c{i}" for i in range(300)]
     estimator = TorchEstimator(store=store, callbacks=[params, object()], feature_cols=many)
-    noted = noted_params(estimator)
+    noted = recorded_params(estimator)
     assert noted["callbacks"][0]["custom_objects"] == {"api_key": "(hidden)", "tokenizer": "bert"}
     assert len(noted["callbacks"][0]["long"]) < 1100
     assert noted["feature_cols"][-1] == "… (300 in all)"
