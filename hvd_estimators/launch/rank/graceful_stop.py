@@ -82,6 +82,10 @@ def _release_pipes() -> None:
         os.close(_held_pipes.pop())
 
 
+# A child would seem to be a reader of its parent's output.
+os.register_at_fork(after_in_child=_release_pipes)
+
+
 def grace_asked(directory: str) -> float:
     """Return the seconds of grace that a rank asks for, given its directory; 0 if it does not."""
     try:

@@ -109,6 +109,31 @@ def test_a_rank_is_killed_when_its_grace_period_expires(
     wait_until(lambda: list((tmp_path / "scratch").iterdir()) == [])
 
 
+def train_beside_a_fork(folder: str) -> None:
+    """Train, and print more than a pipe holds after the request to end."""
+    with StopRequest(lambda own: own, 1) as stop:
+        child = os.fork()
+        if not child:
+            time.sleep(300)
+        started = Path(folder, "0.partial")
+        started.write_text(f"{os.getpid()} {child}")
+        started.rename(started.with_suffix(".started"))
+        while not stop.after_step():
+            time.sleep(0.005)
+        print("x" * 200_000, flush=True)
+        started.with_suffix(".saved").touch()
+
+
+@pytest.mark.forks
+def test_no_print_blocks_a_rank_that_saves_if_a_fork_shares_its_output(
+    tmp_path: Path, parent: Any
+) -> None:
+    process, ranks = parent(train_beside_a_fork, "30")
+    process.kill()
+    wait_until(lambda: (tmp_path / "0.saved").exists(), 20)
+    wait_until(lambda: all(map(ended, ranks)))
+
+
 def test_abort_kills_a_rank_without_a_grace_period(tmp_path: Path) -> None:
     call = pickle_call(hold_the_lock, (str(tmp_path),), {})
     with RankProcess(0, "here", call, {**os.environ, GRACE_VARIABLE: "600"}) as process:
