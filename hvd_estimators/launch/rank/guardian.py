@@ -133,7 +133,7 @@ class _Descendants:
     """
 
     def __init__(self, adopts: bool, directory: str) -> None:
-        self._adopts = adopts
+        self.adopts = adopts
         self._directory = directory
         self._started: set[psutil.Process] = set()
 
@@ -142,7 +142,7 @@ class _Descendants:
         import psutil  # takes some memory, which guardians of running ranks need not hold
 
         self._started.update(psutil.Process().children(recursive=True))
-        if not self._adopts:
+        if not self.adopts:
             self._started.update(related_processes(DIRECTORY_VARIABLE, self._directory))
 
     def alive(self) -> set[int]:
@@ -232,7 +232,8 @@ def _end_all(processes: _Descendants) -> None:
     """End the processes that the rank left behind: first with SIGTERM, after 0.3 s with SIGKILL."""
     started = time.monotonic()
     terminated: set[int] = set()
-    while time.monotonic() - started < _KILL_SECONDS:
+    # Most ranks leave none, and then psutil need not be imported.
+    while time.monotonic() - started < _KILL_SECONDS and (_has_children() or not processes.adopts):
         alive = processes.alive()
         is_patient = time.monotonic() - started < _GRACE_SECONDS
         for pid in alive:
