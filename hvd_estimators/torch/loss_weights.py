@@ -11,7 +11,8 @@ gradients gives the sum, so a loss is multiplied by ``ranks * passes * weight / 
 - ``sum``: not divided, so the factor is ``ranks * passes``.
 
 Each loss is also divided by ``passes``: by the estimator's trainer, by Lightning, or by a user's
-``train_minibatch_fn``. With several labels, each loss has a coefficient, see `LossParts`.
+``train_minibatch_fn``. With several labels, each loss has a coefficient, see `LossParts`. Weights
+of rows and classes are part of the mean, see `hvd_estimators.torch.loss`.
 `StepWeights` has the factors of losses that the estimator computes. `StepLoss` is the ``loss_fn``
 of a ``train_minibatch_fn``. Runs on the ranks, and in trials on the driver.
 """
