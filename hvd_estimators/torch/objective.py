@@ -187,6 +187,22 @@ class Objective:
         """Metrics by name."""
         return Metrics(self.metrics, self.tensors.label_cols, self.upstream_names)
 
+    def check_losses(self, losses: Sequence[Callable[..., Any]], param: str = "loss") -> None:
+        """Check that losses have the form of this objective, and can be weighted by row if needed.
+
+        Raises
+        ------
+        ParamError
+            If one does not, or has ``reduction="none"`` without sample weights.
+        """
+        if self.joint:
+            check_joint(losses[0], self.is_weighted, param)
+            return
+        if self.is_weighted:
+            check_weightable(losses, param)
+        if self.tensors.sample_weight_col is None:
+            check_reduced(losses, param)
+
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
         """Return the objective with its losses on a rank's device. Runs on the rank.
 
@@ -200,19 +216,13 @@ class Objective:
         Raises
         ------
         ParamError
-            If a loss from a constructor has ``reduction="none"`` without sample weights, or cannot
-            be weighted by row.
+            If a loss from a constructor is unfit, see `check_losses`.
         """
         losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
         if losses is None and self.loss_constructors is not None:
             offered = {"device": device, **offered}
             losses = [_call_with_known(make, offered) for make in self.loss_constructors]
-            if self.joint:
-                check_joint(losses[0], self.is_weighted, "loss_constructors")
-            elif self.is_weighted:
-                check_weightable(losses, "loss_constructors")
-            if not self.joint and self.tensors.sample_weight_col is None:
-                check_reduced(losses, "loss_constructors")
+            self.check_losses(losses, "loss_constructors")
         loss: Loss | JointLoss | None = None
         if losses is not None:
             on_device = [

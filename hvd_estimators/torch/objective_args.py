@@ -11,8 +11,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions
-from hvd_estimators.torch.loss import check_reduced, check_weightable
-from hvd_estimators.torch.objective import Objective, check_joint
+from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
 
 _OFFERED = ("model", "device", "rank", "size")
@@ -70,19 +69,13 @@ def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
     )
     objective = replace(make_objective(get, tensors), upstream_names=get("_upstream_names"))
     if objective.losses is not None:
-        if objective.joint:
-            check_joint(objective.losses[0], objective.is_weighted)
-        elif objective.is_weighted:
-            check_weightable(objective.losses)
-        else:
-            check_reduced(objective.losses)
+        objective.check_losses(objective.losses)
     elif objective.loss_constructors is not None:
         for function in objective.loss_constructors:
             _check_constructor(function)
     else:
         raise ParamError(
-            "loss is not set: the model's train_minibatch_fn computed its own, or an earlier "
-            "version saved the model. Set loss."
+            "loss is not set: the model's train_minibatch_fn computed its own. Set loss."
         )
     return objective
 
