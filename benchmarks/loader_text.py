@@ -24,10 +24,10 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import JoinedSpec
 from hvd_estimators.data.rows import ROWS
 from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate_fn import CollateFunction, Padding
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
-from hvd_estimators.torch.collate import CollateFunction, Padding
 from hvd_estimators.torch.tensors import tensor_batches
 
 WORKERS = 2

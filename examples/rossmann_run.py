@@ -83,10 +83,10 @@ def train(job: Job) -> tuple[dict[str, list[float]], list[str], bytes]:
     import tensorflow as tf
 
     from hvd_estimators import get_available_devices
+    from hvd_estimators.compat.callbacks import LearningRateWarmupCallback
     from hvd_estimators.keras import (
         BroadcastCallback,
         DistributedOptimizer,
-        LearningRateWarmupCallback,
         MetricAverageCallback,
     )
 

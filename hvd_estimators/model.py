@@ -52,6 +52,7 @@ from hvd_estimators.inference.udf import (
 )
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate_fn import make_collate
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
     column_names,
@@ -575,8 +576,14 @@ class HorovodModel(Model, ModelSignatures, Saved):
         return replace(made, collate=self._collate())
 
     def _collate(self) -> Collate | None:
-        """Return the maker of batches; None for arrays by column. A hook for frameworks."""
-        return None
+        """Return the maker of batches of rows of any length; None for arrays by column."""
+        get = self.getOrDefault
+        if get("apply_transformation") and (get("collate_fn") or get("padding")):
+            raise ParamError(
+                "apply_transformation: the model makes its batches of rows by collate_fn or "
+                "padding. Transform the rows in a collate_fn."
+            )
+        return make_collate(get, self._input_columns(), get("sample_weight_col"))
 
     def _udf_arguments(self, dataset: DataFrame, names: Sequence[str]) -> list[Column]:
         """Return the arguments of the UDF."""
@@ -590,7 +597,10 @@ class HorovodModel(Model, ModelSignatures, Saved):
         ]
 
     def _feature_column(self, field: T.StructField) -> Column:
-        """Convert a column to numbers, arrays of numbers, or text."""
+        """Convert a column to numbers, arrays of numbers, or text; or keep it for a function."""
+        function, padded = map(self.getOrDefault, ("collate_fn", "padding"))
+        if function is not None or field.name in (padded or ()):
+            return feature_array(field, allow_any=True)
         is_text = self._takes_text() or field.name in self._text_features()
         return feature_array(field, allow_text=is_text)
 

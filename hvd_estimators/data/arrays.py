@@ -189,8 +189,8 @@ def _common_size(
     if len(sizes) and (sizes != size).any():
         other = min({int(sizes.min()), int(sizes.max())} - {size})
         remedy = (
-            f"Pad or cut the arrays to one length, or set padding={{{name!r}: 0}} or collate_fn "
-            "(torch and Lightning), which take rows of any length."
+            f"Pad or cut the arrays to one length, or set padding={{{name!r}: 0}} or "
+            "collate_fn, which take rows of any length."
         )
         if data_type is not None and is_bytes(data_type):
             remedy = "Pad the bytes to one length, or store compressed images decoded."

@@ -168,7 +168,7 @@ def column_spec(
         raise ColumnError(
             f"Column {name!r} has type {data_type} in {file!r}; expected a number, a boolean, "
             f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out. A collate_fn "
-            "(torch and Lightning) takes it unchanged.",
+            "takes it unchanged.",
             column=name,
         )
     is_whole = pa.types.is_decimal(leaf) and leaf.scale == 0

@@ -8,12 +8,13 @@ import numpy as np
 
 from hvd_estimators.data.exact import check_ids, check_labels, check_range, limits
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.inference.classification import check_classes, class_scores
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module, reads_several
 from hvd_estimators.training.collectives_choice import choose_collectives
@@ -60,11 +61,49 @@ def check_params(framework: Framework) -> None:
                 f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
                 f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
             )
+    check_collate(settings)
     framework.check()
     # Without labels the number of outputs may not be known yet.
     outputs = len(settings.outputs or ()) or labels or 1
     check_classes(settings.class_columns, settings.kind_of_outputs(None), outputs)
     _ = settings.transformation
+
+
+def check_collate(settings: Settings) -> None:
+    """Check the params for rows of any length together with others."""
+    collate_fn, padding = settings.collate_fn, settings.padding
+    name = "padding" if collate_fn is None else "collate_fn"
+    if settings.masks and padding is None:
+        raise ParamError("masks: found True without padding. Set padding, or leave masks out.")
+    if settings.collate is None:
+        return
+    if collate_fn is not None and padding is not None:
+        raise ParamError("collate_fn and padding are both set. Pad in the collate_fn.")
+    columns = [*settings.inputs.columns, *settings.label_cols]
+    for column in padding or ():
+        if column not in columns:
+            raise ParamError(
+                f"padding: {column!r} is no feature or label column. Set one of "
+                f"{', '.join(map(repr, columns))}.{did_you_mean(column, columns)}"
+            )
+    for other in ("input_shapes", "label_shapes"):
+        if settings.get(other) is not None:
+            raise ParamError(
+                f"{other}: found {settings.get(other)}, and {name} makes tensors whose shapes "
+                f"differ by batch. Leave {other} out, and reshape in the model or in a collate_fn."
+            )
+    if settings.transformation is not None:
+        raise ParamError(
+            f"{name}: found a transformation_fn or transformation_batch_fn as well, which needs "
+            "rows of one length. Transform the rows in a collate_fn."
+        )
+    module = settings.data_module
+    is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
+    if settings.reads_itself or is_users:
+        raise ParamError(
+            f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
+            "or set data_module to 'arrow' or 'petastorm'."
+        )
 
 
 def check_class_weight(settings: Settings) -> None:

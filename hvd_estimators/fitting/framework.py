@@ -24,6 +24,7 @@ from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import DeclaredParams
+from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.spec import TrainSpec
@@ -60,7 +61,7 @@ class Framework(abc.ABC):
 
     sent: ClassVar[tuple[str, ...]] = (
         *("callbacks", "data_module", "gradient_compression"),
-        *("transformation_fn", "transformation_batch_fn"),
+        *("transformation_fn", "transformation_batch_fn", "collate_fn"),
     )
     """Params that are pickled for the ranks."""
 
@@ -76,7 +77,7 @@ class Framework(abc.ABC):
     )
     """Params that a run records; a fit with other values cannot resume it."""
 
-    optional_run_settings: ClassVar[tuple[str, ...]] = ("outputs",)
+    optional_run_settings: ClassVar[tuple[str, ...]] = ("outputs", *COLLATE_PARAMS)
     """Params that a run records only if they differ from the default."""
 
     def __init__(self, settings: Any) -> None:

@@ -16,6 +16,7 @@ from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamErro
 from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.inference.classification import class_columns, resolve_kind
 from hvd_estimators.loading.collate import BoundedCollate, Collate
+from hvd_estimators.loading.collate_fn import make_collate
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import DeclaredParams
@@ -154,6 +155,11 @@ class Settings:
     @property
     def allowed_text(self) -> TextColumns:
         """The columns that may be written as text, or as any type; True for all as text."""
+        columns = self.padding or ()
+        if self.collate_fn is not None:
+            columns = [name for name in self.needed_columns if name != self.sample_weight_col]
+        if columns:
+            return {**self.text_cols, **dict.fromkeys(columns, "any")}
         return self.transformation is not None or self.text_cols
 
     @cached_property
@@ -167,13 +173,10 @@ class Settings:
         inputs = self.inputs if self.inputs.matrices else None
         return replace(transformation, inputs=inputs, all_needed=self.needs_all_columns)
 
-    @property
+    @cached_property
     def collate(self) -> Collate | None:
-        """The maker of batches, or None for arrays by column.
-
-        Override this for a framework whose models take rows of any length.
-        """
-        return None
+        """The maker of batches of rows of any length, or None for arrays by column."""
+        return make_collate(self.get, self.inputs, self.sample_weight_col)
 
     @property
     def collate_of_ranks(self) -> BoundedCollate | Collate | None:

@@ -37,6 +37,7 @@ from hvd_estimators.inference.standalone_rows import (
     read_rows,
     read_table,
 )
+from hvd_estimators.loading.collate_fn import make_collate
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 
@@ -112,7 +113,7 @@ class SavedPredictor:
         metadata = get("_metadata") or {}
         self._inference = replace(
             BatchPredictor.of(inputs, transformation, metadata),
-            collate=getattr(predictor, "collate", None),
+            collate=make_collate(get, inputs),
             keeps_nulls=self._on_nulls != "error",
         )
         self._dtypes = {name: entry.get("dtype", "object") for name, entry in metadata.items()}

@@ -1,7 +1,8 @@
-"""Keras 3 on Spark: estimator, model, and Horovod tools for Keras training.
+"""Keras 3 on Spark: estimator, model, and tools for training loops of your own.
 
 Contains `KerasEstimator`, `KerasModel`, and `load_predictor` for predictions without Spark. Also
-contains an averaging optimizer, callbacks and an elastic state for Horovod.
+contains an averaging optimizer and its callbacks. Horovod's schedules and its elastic state are in
+`hvd_estimators.compat`.
 
 Names are imported on first use, so that a rank can import the trainer without PySpark.
 """
@@ -19,15 +20,9 @@ if TYPE_CHECKING:
         BroadcastCallback,
         MetricAverageCallback,
     )
-    from hvd_estimators.keras.elastic import KerasState
     from hvd_estimators.keras.estimator import KerasEstimator
     from hvd_estimators.keras.gradients import DistributedOptimizer
-    from hvd_estimators.keras.log_callback import LogCallback
     from hvd_estimators.keras.model import KerasModel
-    from hvd_estimators.keras.schedules import (
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
-    )
 
 __all__ = [
     "BestModelCheckpoint",
@@ -35,10 +30,6 @@ __all__ = [
     "DistributedOptimizer",
     "KerasEstimator",
     "KerasModel",
-    "KerasState",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "LogCallback",
     "MetricAverageCallback",
     "load_predictor",
 ]
@@ -51,10 +42,6 @@ __getattr__, __dir__ = lazy_names(
         "DistributedOptimizer": "hvd_estimators.keras.gradients",
         "KerasEstimator": "hvd_estimators.keras.estimator",
         "KerasModel": "hvd_estimators.keras.model",
-        "KerasState": "hvd_estimators.keras.elastic",
-        "LearningRateScheduleCallback": "hvd_estimators.keras.schedules",
-        "LearningRateWarmupCallback": "hvd_estimators.keras.schedules",
-        "LogCallback": "hvd_estimators.keras.log_callback",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
         "load_predictor": "hvd_estimators.inference.standalone",
     },

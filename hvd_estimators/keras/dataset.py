@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hvd_estimators.keras.backend import on_tensorflow
+from hvd_estimators.keras.collated import CollatedColumns
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.shuffle import first_batches
 
@@ -36,6 +37,8 @@ class ColumnDatasets:
         Makes an element from a batch; see `tensorflow_dataset.column_dataset`.
     val_form : callable, optional
         The same for validation. Default: ``form``.
+    collated : CollatedColumns, optional
+        Makes the columns of batches from a collate function or padding.
     """
 
     def __init__(
@@ -45,16 +48,19 @@ class ColumnDatasets:
         prefetch: int = 0,
         form: Form | None = None,
         val_form: Form | None = None,
+        collated: CollatedColumns | None = None,
     ) -> None:
         self._data = data
         self._form = form
         self._val_form = val_form or form
         self._rows = rows
         self._prefetch = prefetch
+        self._collated = collated
         chunks = data.train_chunks()
+        first = next(chunks)
         # The first chunk defines the columns and their types.
-        self._first = next(chunks)
-        self._chunks = itertools.chain([self._first], chunks)
+        self._first = self._columns(first)
+        self._chunks = itertools.chain([first], chunks)
 
     def train(self, skipped: int = 0) -> Any:
         """Return the training batches of the run, which can be iterated only once.
@@ -68,7 +74,7 @@ class ColumnDatasets:
         # The backend reads ahead, and the next chunk may belong to another pass over the files.
         used = chunks if count is None else first_batches(chunks, count)
         return _backend.train_dataset(
-            used, self._first, self._rows, self._prefetch, self._form, skipped
+            map(self._columns, used), self._first, self._rows, self._prefetch, self._form, skipped
         )
 
     def validation(self, steps: int) -> Any:
@@ -76,10 +82,18 @@ class ColumnDatasets:
 
         On TensorFlow, the dataset reports its number of batches if the data module does.
         """
-        batches, chunks = self._data.num_val_batches(), self._data.val_chunks
+        batches = self._data.num_val_batches()
+
+        def chunks() -> Iterator[Any]:
+            return map(self._columns, self._data.val_chunks())
+
         return _backend.validation_dataset(
             chunks, self._first, self._prefetch, self._val_form, steps, batches
         )
+
+    def _columns(self, chunk: Any) -> Any:
+        """Return the columns of a collated batch, and a chunk of several batches unchanged."""
+        return chunk if self._collated is None else self._collated.columns(chunk)
 
     @property
     def element(self) -> Any:

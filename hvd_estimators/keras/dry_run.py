@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -160,6 +160,8 @@ class DryRun:
         Positions or names of the outputs that are predictions.
     original : keras.Model, optional
         The user's model, whose outputs the copy must reproduce.
+    is_collated : bool
+        Whether the lengths of rows differ by batch. Labels then keep their shapes.
 
     Attributes
     ----------
@@ -190,9 +192,11 @@ class DryRun:
         compares: bool = True,
         selection: Sequence[int | str] | None = None,
         original: keras.Model | None = None,
+        is_collated: bool = False,
     ) -> None:
         self.model = model
         self._original = original
+        self._is_collated = is_collated
         self._class_weight = class_weight
         self._compile = compile
         self._copy = copy
@@ -344,6 +348,22 @@ class DryRun:
                 "without the dimension of rows. Give squeeze() an axis, such as "
                 "keras.ops.squeeze(x, axis=-1)."
             )
+
+    def note_other_sizes(self, batches: Iterable[Columns]) -> None:
+        """Leave open each size of an output that differs in other batches of few rows."""
+        for columns in batches:
+            found = self.output_shapes
+            try:
+                with keras.device(CPU), contextlib.ExitStack() as stack:
+                    self._note_shapes(self._call(columns, stack)[1])
+            except Exception as error:
+                logger.info("The model does not take a single row (%s)", error)
+                continue
+            if found is not None and self.output_shapes is not None:
+                self.output_shapes = [
+                    tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
+                    for shape, other in zip(found, self.output_shapes, strict=True)
+                ]
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""
@@ -514,7 +534,7 @@ class DryRun:
                 for name, shape in zip(names, self._label_shapes, strict=True)
             ]
         shapes = self.output_shapes
-        if shapes is None or self.outputs is None:
+        if shapes is None or self.outputs is None or self._is_collated:
             return [Field(name) for name in names]
         return [
             # A label with as many elements as its output is compared in the output's shape.

@@ -179,6 +179,8 @@ class KerasEstimator(KerasEstimatorSignatures):
             )
         )
         fitted._set(_input_keys=input_keys(model, spec.tensors.inputs), _labels=spec.tensors.labels)
+        if spec.collated is not None:
+            fitted._set(_batch_names=list(spec.collated.names.features))
         return fitted
 
     def get_model_class(self) -> type[KerasModel]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import ParamError
@@ -24,6 +25,8 @@ from hvd_estimators.keras.metrics import capture_metrics, merge_captured, result
 from hvd_estimators.keras.predictor import choose_device
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import TensorSpec
+from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate_fn import BatchNames
 
 
 class EvaluationSteps:
@@ -55,6 +58,7 @@ class EvaluationSteps:
         device: str = CPU,
     ) -> None:
         self._device, self._tensors = device, tensors
+        self._features = tuple(field.column for field in keras.tree.flatten(tensors.inputs))
         with keras.device(device):
             self.model = load_model(document)
             arguments = load(compiled)
@@ -71,6 +75,14 @@ class EvaluationSteps:
     def start(self) -> KerasSums:
         """Return sums over no rows."""
         return KerasSums(self)
+
+    def columns(self, given: Mapping[str, Array] | CollatedBatch) -> Mapping[str, Array]:
+        """Return the columns of a batch, which a collate function may have made."""
+        if not isinstance(given, CollatedBatch):
+            return given
+        labels = tuple(field.column for field in self._tensors.label_fields())
+        names = BatchNames(self._features, labels, self._tensors.sample_weight_col)
+        return {name: np.asarray(array) for name, array in names.columns(given).items()}
 
     def reset(self, columns: Mapping[str, Array]) -> None:
         """Reset the metrics, after they were built from the first of some rows."""
@@ -129,12 +141,13 @@ class KerasSums:
         self._rows = 0
         self._first: dict[str, Array] = {}
 
-    def add(self, columns: dict[str, Array]) -> None:
+    def add(self, given: dict[str, Array] | CollatedBatch) -> None:
         """Evaluate a batch."""
+        columns = self._steps.columns(given)
         if not self._rows:
             self._first = {name: array[:1].copy() for name, array in columns.items()}
             self._steps.reset(columns)
-        self._rows += num_rows(columns)
+        self._rows += num_rows(dict(columns))
         self._steps.run(columns)
 
     def state(self) -> tuple[int, dict[str, Array], Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_collectives
@@ -27,6 +27,7 @@ from hvd_estimators.keras.backend import (
     require_backend,
 )
 from hvd_estimators.keras.checks import check_model, check_params
+from hvd_estimators.keras.collated import CollatedColumns
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.custom_objects import remember
@@ -41,6 +42,7 @@ from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.tensors import id_limits
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.loading.collate_fn import BatchNames
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.spec import TrainSpec
 
@@ -55,10 +57,13 @@ class _KerasTrial(Trial):
         Holds the built and compiled model, and the conversion of columns to tensors.
     compiled : CompileSettings
         The model's compile arguments.
+    collated : CollatedColumns or None
+        Makes the columns of batches from a collate function or padding.
     """
 
     dry_run: DryRun
     compiled: CompileSettings
+    collated: CollatedColumns | None = None
 
 
 class KerasFramework(Framework):
@@ -94,7 +99,10 @@ class KerasFramework(Framework):
         check_model(self.settings)
         check_params(self.settings)
         super().check()
-        self._prepared = self._new_dry_run()
+        if self.settings.collate is None:
+            self._prepared = self._new_dry_run()
+        else:  # only a batch shows the model's inputs
+            self.settings.training_model()
 
     def dry_run(self, columns: Columns) -> Trial:
         return self._tried(DryRun.run, columns)
@@ -104,9 +112,17 @@ class KerasFramework(Framework):
 
     def _tried(self, use: Callable[[DryRun, Columns], None], columns: Columns) -> Trial:
         """Return the results of a new dry run that has used some rows."""
-        dry_run, compiled = self._prepared or self._new_dry_run()
+        collated, given = None, columns
+        if self.settings.collate is not None:
+            batch = self.settings.delivered(columns)
+            collated = CollatedColumns.of(batch, self._batch_names())
+            given = collated.columns(batch)
+        dry_run, compiled = self._prepared or self._new_dry_run(collated)
         self._prepared = None
-        use(dry_run, columns)
+        use(dry_run, given)
+        if collated is not None and dry_run.output_shapes is not None:
+            ends = (take(columns, rows) for rows in (slice(1), slice(-1, None)))
+            dry_run.note_other_sizes(collated.columns(self.settings.delivered(e)) for e in ends)
         passes = self.settings.backward_passes_per_step
         if passes > 1 and dry_run.why_one_batch_per_step is not None:
             raise ParamError(
@@ -119,12 +135,20 @@ class KerasFramework(Framework):
             id_limits(dry_run.model, keras.tree.flatten(dry_run.tensors.inputs)),
             dry_run=dry_run,
             compiled=compiled,
+            collated=collated,
             class_limits=_class_limits(dry_run),
         )
         self._check_validation(trial, self.settings.validation is not None)
         return trial
 
-    def _new_dry_run(self) -> tuple[DryRun, CompileSettings]:
+    def _batch_names(self) -> BatchNames:
+        settings = self.settings
+        weight = settings.sample_weight_col
+        return BatchNames(settings.inputs.names, tuple(settings.label_cols), weight)
+
+    def _new_dry_run(
+        self, collated: CollatedColumns | None = None
+    ) -> tuple[DryRun, CompileSettings]:
         """Return a dry run of a new copy of the model, and the copy's compile arguments."""
         settings = self.settings
         compiled = settings.compile_settings()
@@ -135,7 +159,7 @@ class KerasFramework(Framework):
 
         dry_run = DryRun(
             settings.training_model(),
-            settings.inputs.names,
+            settings.inputs.names if collated is None else collated.names.features,
             settings.label_cols,
             settings.sample_weight_col,
             settings.label_shapes,
@@ -145,6 +169,7 @@ class KerasFramework(Framework):
             compares=compiled.compares,
             selection=settings.outputs,
             original=settings.model,
+            is_collated=collated is not None,
         )
         return dry_run, compiled
 
@@ -157,7 +182,7 @@ class KerasFramework(Framework):
 
     def check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         self._check_validation(trial, manifest.validation is not None)
-        if self.settings.class_weight:
+        if self.settings.class_weight and trial.collated is None:
             (label,) = trial.dry_run.tensors.label_fields()
             check_classes(
                 label.column, label.array(rows_of_model(self.settings, manifest)[label.column])
@@ -207,6 +232,7 @@ class KerasFramework(Framework):
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             collectives=self.collectives,
+            collated=trial.collated,
             prefetch=settings.tensorflow_dataset_prefetch_buffer_size,
         )
 

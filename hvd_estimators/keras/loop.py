@@ -382,7 +382,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
         resumed: PartialEpoch | None,
     ) -> None:
         super().__init__(
-            [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
+            [*callbacks, end],
+            add_history=True,
+            model=model,
+            epochs=epochs,
+            steps=steps,
+            ranks=micro_batches.shards.num_shards,
+            verbose=0,
         )
         self._end = end
         self._micro_batches = micro_batches

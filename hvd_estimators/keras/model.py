@@ -78,6 +78,9 @@ class KerasModel(KerasModelSignatures):
         "Keys of the feature columns in the dict that the model takes. Default: the keys that "
         "the model defines."
     )
+    _batch_names = param(
+        "Names of the inputs in batches that collate_fn or padding makes; None without these."
+    )
     _floatx = param("Keras's float type during training.", default="float32")
 
     def _get_floatx(self) -> str:

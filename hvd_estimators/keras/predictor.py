@@ -23,6 +23,8 @@ from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import alike, input_structure, text_columns
+from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate_fn import BatchNames, require
 from hvd_estimators.saving.saved import Saved
 
 
@@ -111,7 +113,7 @@ class KerasPredictor(FrameworkPredictor):
     structure : Field, or nested structure of Field
         The model's inputs.
     columns, labels : list of str
-        Feature columns and label columns.
+        Names of the inputs, and label columns.
     floatx : str
         Keras's float type while the model was trained.
     compares : bool
@@ -153,7 +155,15 @@ class KerasPredictor(FrameworkPredictor):
         """Return the type of the model's input."""
         return str(self._fields[name].dtype_of(np.dtype(stored)))
 
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        if any(isinstance(each, CollatedBatch) for each in inputs):
+            return {}
+        return super()._named(inputs)
+
     def _inputs(self, arrays: list[Array]) -> list[Any]:
+        if isinstance(batch := arrays[-1], CollatedBatch):
+            given = BatchNames(self._columns, tuple(self._labels)).inputs(batch)
+            arrays = [np.asarray(each) for each in require(given, self._columns, "input").values()]
         with keras.device(self._device):
             return [
                 self._fields[name].array(array)
@@ -197,15 +207,20 @@ def inputs_of(model: keras.Model, get: Callable[[str], Any]) -> Any:
     get : callable
         Function from the name of a param to its value.
     """
-    columns = InputColumns.of(get("feature_columns") or []).names
-    return input_structure(model, columns, get("_input_keys"))
+    return input_structure(model, _input_names(get), get("_input_keys"))
+
+
+def _input_names(get: Callable[[str], Any]) -> Sequence[str]:
+    """Return the names of a model's inputs: names in its batches, or the feature columns."""
+    names: Sequence[str] | None = get("_batch_names")
+    return InputColumns.of(get("feature_columns") or []).names if names is None else names
 
 
 def predictor_settings(model: keras.Model, get: Callable[[str], Any]) -> dict[str, Any]:
     """Return arguments of `KerasPredictor`; see `inputs_of` and `pairs_labels`."""
     return {
         "structure": inputs_of(model, get),
-        "columns": InputColumns.of(get("feature_columns") or []).names,
+        "columns": _input_names(get),
         "labels": list(get("label_columns") or []),
         "floatx": get("_floatx") or "float32",
         "compares": pairs_labels(model),

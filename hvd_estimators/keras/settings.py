@@ -41,8 +41,11 @@ class KerasSettings(Settings):
 
         If the inputs are unknown, bytes stay arrays of numbers, since images are stored as bytes.
         """
-        model = self.model
-        return text_columns(input_structure(model, self.inputs.names))
+        if self.collate_fn is not None:
+            return {}
+        masks = [f"{name}_mask" for name in self.padding or () if name in self.inputs.names]
+        names = [*self.inputs.names, *(masks if self.masks else [])]
+        return text_columns(input_structure(self.model, names))
 
     def kind_of_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
         model, given = self.model, self.loss

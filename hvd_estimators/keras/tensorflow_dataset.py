@@ -15,16 +15,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_estimators.data.arrays import Columns
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.shuffle import Chunk
 
 Form = Callable[[dict[str, tf.Tensor]], Any]
 Step = Callable[[Any], Any]
 
+Batches = Chunk | Columns
+"""Batches of rows of one length, or one batch of rows of any length."""
+
 
 def train_dataset(
-    chunks: Iterator[Chunk],
-    like: Chunk,
+    chunks: Iterator[Batches],
+    like: Batches,
     rows: int | None,
     prefetch: int,
     form: Form | None,
@@ -39,8 +43,8 @@ def train_dataset(
 
 
 def validation_dataset(
-    chunks: Callable[[], Iterator[Chunk]],
-    like: Chunk,
+    chunks: Callable[[], Iterator[Batches]],
+    like: Batches,
     prefetch: int,
     form: Form | None,
     steps: int,
@@ -51,7 +55,7 @@ def validation_dataset(
     return dataset if batches is None else _of_length(dataset, batches)
 
 
-def element(like: Chunk, rows: int | None, form: Form | None) -> Any:
+def element(like: Batches, rows: int | None, form: Form | None) -> Any:
     """Return the specs of the training batches."""
     return column_dataset(lambda: iter(()), like, rows, 0, form).element_spec
 
@@ -77,8 +81,8 @@ def _of_length(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
 
 
 def column_dataset(
-    chunks: Callable[[], Iterator[Chunk]],
-    like: Chunk,
+    chunks: Callable[[], Iterator[Any]],
+    like: Batches,
     rows: int | None = None,
     prefetch: int = 0,
     form: Form | None = None,
@@ -89,8 +93,8 @@ def column_dataset(
     ----------
     chunks : callable
         Returns the chunks of one iteration.
-    like : Chunk
-        A chunk with the same columns.
+    like : Chunk or mapping
+        A chunk or batch with the same columns.
     rows : int, optional
         Rows of every batch, if all have the same number.
     prefetch : int
@@ -105,6 +109,45 @@ def column_dataset(
     tf.data.Dataset
         One element per batch.
     """
+    if isinstance(like, Chunk):
+        dataset = _cut(chunks, like, rows, form)
+    else:
+        dataset = _one_by_one(chunks, like, form)
+    if prefetch:
+        dataset = dataset.prefetch(prefetch)
+    options = tf.data.Options()
+    options.deterministic = True
+    # Slices are too small to parallelize, and the model needs the cores.
+    options.threading.max_intra_op_parallelism = 1
+    options.threading.private_threadpool_size = 2
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.with_options(options)
+
+
+def _one_by_one(
+    batches: Callable[[], Iterator[Columns]], like: Columns, form: Form | None
+) -> tf.data.Dataset:
+    """Return batches of rows of any length; the last one made waits for its use."""
+    signature = {
+        name: tf.TensorSpec(
+            (None,) * array.ndim, tf.string if array.dtype == object else array.dtype
+        )
+        for name, array in like.items()
+    }
+
+    def generate() -> Iterator[Columns]:
+        for batch in batches():
+            made_progress()
+            yield batch
+
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    return (dataset if form is None else dataset.map(form)).prefetch(1)
+
+
+def _cut(
+    chunks: Callable[[], Iterator[Chunk]], like: Chunk, rows: int | None, form: Form | None
+) -> tf.data.Dataset:
+    """Return the batches of chunks, which TensorFlow cuts."""
     layout = like.rows.layout
 
     def generate() -> Iterator[tuple[Any, ...]]:
@@ -146,13 +189,4 @@ def column_dataset(
     stacks = tf.data.Dataset.from_generator(generate, output_signature=signature).map(stacked)
     # A thread prepares the next stack, so that waiting data are bounded by bytes. If tf.data
     # chose the number of batches instead, there could be hundreds of any size.
-    dataset = stacks.prefetch(1).flat_map(slices)
-    if prefetch:
-        dataset = dataset.prefetch(prefetch)
-    options = tf.data.Options()
-    options.deterministic = True
-    # Slices are too small to parallelize, and the model needs the cores.
-    options.threading.max_intra_op_parallelism = 1
-    options.threading.private_threadpool_size = 2
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.with_options(options)
+    return stacks.prefetch(1).flat_map(slices)

@@ -12,16 +12,20 @@ from typing import Any
 import keras
 import torch
 
+from hvd_estimators.data.arrays import Columns, num_rows
 from hvd_estimators.keras.tensors import to_tensors
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.shuffle import Chunk
 
 Form = Callable[[Mapping[str, Any]], Any]
 
+Batches = Chunk | Columns
+"""Batches of rows of one length, or one batch of rows of any length."""
+
 
 def train_dataset(
-    chunks: Iterator[Chunk],
-    like: Chunk,
+    chunks: Iterator[Batches],
+    like: Batches,
     rows: int | None,
     prefetch: int,
     form: Form | None,
@@ -34,8 +38,8 @@ def train_dataset(
 
 
 def validation_dataset(
-    chunks: Callable[[], Iterator[Chunk]],
-    like: Chunk,
+    chunks: Callable[[], Iterator[Batches]],
+    like: Batches,
     prefetch: int,
     form: Form | None,
     steps: int,
@@ -45,7 +49,7 @@ def validation_dataset(
     return _loader(_Repeated(lambda: itertools.islice(_batches(chunks(), form), steps)))
 
 
-def element(like: Chunk, rows: int | None, form: Form | None) -> Any:
+def element(like: Batches, rows: int | None, form: Form | None) -> Any:
     """Return a batch."""
     return next(batch for batch in _batches(iter([like]), form))
 
@@ -96,13 +100,17 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _batches(chunks: Iterator[Chunk], form: Form | None) -> Iterator[Any]:
+def _batches(chunks: Iterator[Batches], form: Form | None) -> Iterator[Any]:
     for chunk in chunks:
         made_progress()
-        columns = to_tensors(chunk.rows.columns())
+        if isinstance(chunk, Mapping):  # a single batch of rows of any length
+            arrays, sizes = chunk, [num_rows(chunk)]
+        else:
+            arrays, sizes = chunk.rows.columns(), list(chunk.sizes)
+        columns = to_tensors(arrays)
         structure = columns if form is None else form(columns)
         start = 0
-        for size in chunk.sizes:
+        for size in sizes:
             part = slice(start, start + size)
             yield keras.tree.map_structure(lambda tensor, part=part: tensor[part], structure)
             start += size

@@ -27,6 +27,7 @@ from hvd_estimators.keras.checkpoint import (
     build_metrics,
     restore_run,
 )
+from hvd_estimators.keras.collated import CollatedColumns
 from hvd_estimators.keras.collectives import (
     GradientAverager,
     broadcast_variables,
@@ -49,7 +50,6 @@ from hvd_estimators.keras.loop import (
     StreamsCallback,
 )
 from hvd_estimators.keras.model_file import save_values
-from hvd_estimators.keras.schedules import LearningRateWarmupCallback
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
@@ -90,6 +90,8 @@ class KerasTrainSpec(TrainSpec):
         Batches to prepare in advance, besides some MiB of rows that are not split into batches yet.
     collectives : str
         ``"horovod"`` or ``"torch"``, see `choose_collectives`.
+    collated : CollatedColumns or None
+        Makes the columns of batches from a collate function or padding.
     """
 
     model: ModelPayload
@@ -100,6 +102,7 @@ class KerasTrainSpec(TrainSpec):
     dtype_policy: Any
     prefetch: int
     collectives: str
+    collated: CollatedColumns | None
 
 
 def train(spec: KerasTrainSpec) -> TrainResult:
@@ -239,6 +242,7 @@ class _Trainer:
             spec.prefetch,
             spec.tensors.tensors,
             spec.tensors.for_validation().tensors,
+            spec.collated,
         )
         steps, passes = spec.data.train_steps_per_epoch, spec.data.passes_per_batch
         if steps % model.steps_per_execution:
@@ -299,9 +303,6 @@ class _Trainer:
             statistics,
             MetricAverageCallback(),
         ]
-        for callback in spec.callbacks:
-            if isinstance(callback, LearningRateWarmupCallback):
-                callback.ranks = spec.data.num_shards
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.best_model is not None else []

@@ -161,8 +161,9 @@ class HorovodRunner:
         the cluster has task slots.
     driver_log_verbosity : {"log_callback_only", "all"}
         Output that the driver shows while ranks run in a Spark job. ``"log_callback_only"``:
-        messages of `hvd_estimators.log_to_driver` and `hvd_estimators.keras.LogCallback`, on the
-        driver's standard output. The ranks' own output then goes to the executors' logs only.
+        messages of `hvd_estimators.log_to_driver` and
+        `hvd_estimators.compat.callbacks.LogCallback`, on the driver's standard output. The ranks'
+        own output then goes to the executors' logs only.
         ``"all"``: also the output of all ranks, with ``[rank]<stdout>:`` or ``[rank]<stderr>:``
         before each line, on the driver's standard output and standard error. Ranks on the driver
         always show everything.

@@ -13,11 +13,11 @@ import torch
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate_fn import map_leaves
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.torch.collate import as_tensor, map_leaves
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.loss_weights import StepBatches, rows_of
-from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.torch.tensors import as_tensor, tensor_batches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
 

@@ -20,7 +20,6 @@ from hvd_estimators.torch.predictor import (
     TorchPredictor,
     autocast,
     limit_threads,
-    saved_collate,
     transform_spec,
 )
 from hvd_estimators.torch.serialization import load_module
@@ -228,6 +227,4 @@ def load_saved(saved: Saved, resources: Resources) -> tuple[LightningPredictor, 
     precision = get("inference_precision") or "float32"
     by_step = bool(get("use_predict_step"))
     spec = transform_spec(get)
-    predictor = LightningPredictor(saved.file("model"), by_step, spec, precision, resources)
-    predictor.collate = saved_collate(saved)
-    return predictor, ()
+    return LightningPredictor(saved.file("model"), by_step, spec, precision, resources), ()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from pyspark.ml.param.shared import (
     HasHandleInvalid,
     HasPredictionCol,
@@ -9,6 +12,7 @@ from pyspark.ml.param.shared import (
     HasRawPredictionCol,
 )
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.classification import (
     KINDS,
 )
@@ -22,6 +26,26 @@ from hvd_estimators.params import (
     param,
     string,
 )
+
+
+def _collate_fn(
+    name: str, value: Callable[[list[dict[str, Any]]], Any]
+) -> Callable[[list[dict[str, Any]]], Any]:
+    if not callable(value):
+        raise ParamError(f"{name}: expected a function of a list of rows (dicts), found {value!r}.")
+    return value
+
+
+def _padding(name: str, value: Any) -> dict[str, float]:
+    is_valid = isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(number, (int, float)) for key, number in value.items()
+    )
+    if not is_valid:
+        raise ParamError(
+            f"{name}: expected a dict of column to the number after its rows' ends, such as "
+            f"{{'tokens': 0}}, found {value!r}."
+        )
+    return dict(value)
 
 
 class SharedParams(
@@ -54,6 +78,31 @@ class SharedParams(
         "Whether the model's transform() also applies the transformation: to its input columns, "
         "and to other training columns that the DataFrame has. By default, transform() expects "
         "transformed columns.",
+        default=False,
+        convert=boolean,
+    )
+
+    # Rows of any length
+
+    collate_fn = param(
+        "Function that makes a batch of a list of rows, as in torch.utils.data.DataLoader. A row "
+        "is a dict of column to value: a number, text, bytes, a NumPy array of any length, a list, "
+        "a dict (struct or map), a datetime or None. The function returns a tensor (the input), a "
+        "tuple (inputs, labels), or a dict of tensors: label_cols are its labels, and all other "
+        "entries are inputs, with feature_cols first. For Keras, NumPy arrays replace tensors. A "
+        "LightningModule gets the batch unchanged. The readers' workers call it in one thread at a "
+        "time, or in processes with reader_pool_type='process'. transform(), evaluate() and "
+        "load_predictor() call it as well, for predictions on rows without labels.",
+        convert=_collate_fn,
+    )
+    padding = param(
+        "Dict of column to number, such as {'tokens': 0}: each batch's arrays in the column are "
+        "padded with the number to the longest one. Replaces collate_fn.",
+        convert=_padding,
+    )
+    masks = param(
+        "Whether the inputs get a boolean mask <column>_mask for each padded feature column, true "
+        "for a row's own elements. Masks follow the feature columns.",
         default=False,
         convert=boolean,
     )
@@ -123,3 +172,7 @@ class SharedParams(
         "outputs_are, and so do the other two columns if the output is a single number.",
         convert=one_of(*KINDS),
     )
+
+
+COLLATE_PARAMS = ("collate_fn", "padding", "masks")
+"""Params that make batches of rows of any length and type."""

@@ -25,6 +25,9 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     transformation_edit_fields: Sequence[Any] | None
     transformation_removed_fields: str | Iterable[str] | None
     apply_transformation: bool | None
+    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
+    padding: dict[str, float] | None
+    masks: bool | None
     outputs: int | str | Iterable[int | str] | None
     inference_batch_size: int | None
     inference_precision: Literal["float32", "bfloat16", "float16"] | None
@@ -107,7 +110,8 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
 
 class EstimatorSignatures(EstimatorParams, metaclass=ABCMeta):
     getTransformationFn = getTransformationBatchFn = getTransformationEditFields = getter
-    getTransformationRemovedFields = getApplyTransformation = getOutputs = getter
+    getTransformationRemovedFields = getApplyTransformation = getCollateFn = getter
+    getPadding = getMasks = getOutputs = getter
     getInferenceBatchSize = getInferencePrecision = getHandleInvalid = getter
     getPredictionCol = getProbabilityCol = getRawPredictionCol = getter
     getOutputsAre = getModel = getModelArgs = getter
@@ -134,7 +138,8 @@ class EstimatorSignatures(EstimatorParams, metaclass=ABCMeta):
     getValReaderNumWorkers = getReaderPoolType = getInMemoryCacheAll = getter
     getLocalCacheDir = getLocalCacheSize = getDataModule = getter
     setTransformationFn = setTransformationBatchFn = setTransformationEditFields = setter
-    setTransformationRemovedFields = setApplyTransformation = setOutputs = setter
+    setTransformationRemovedFields = setApplyTransformation = setCollateFn = setter
+    setPadding = setMasks = setOutputs = setter
     setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
     setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
     setOutputsAre = setModel = setModelArgs = setter
@@ -167,6 +172,9 @@ class HorovodModelKeywords(TypedDict, total=False):
     transformation_edit_fields: Sequence[Any] | None
     transformation_removed_fields: str | Iterable[str] | None
     apply_transformation: bool | None
+    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
+    padding: dict[str, float] | None
+    masks: bool | None
     outputs: int | str | Iterable[int | str] | None
     inference_batch_size: int | None
     inference_precision: Literal["float32", "bfloat16", "float16"] | None
@@ -201,6 +209,9 @@ class ModelSignatures(SharedParams, metaclass=ABCMeta):
     def getTransformationEditFields(self) -> Sequence[Any] | None: ...
     def getTransformationRemovedFields(self) -> list[str] | None: ...
     def getApplyTransformation(self) -> bool: ...
+    def getCollateFn(self) -> Callable[[list[dict[str, Any]]], Any] | None: ...
+    def getPadding(self) -> dict[str, float] | None: ...
+    def getMasks(self) -> bool: ...
     def getOutputs(self) -> list[int | str] | None: ...
     def getInferenceBatchSize(self) -> int | None: ...
     def getInferencePrecision(self) -> Literal["float32", "bfloat16", "float16"]: ...
@@ -231,7 +242,8 @@ class ModelSignatures(SharedParams, metaclass=ABCMeta):
     def getSampleWeightCol(self) -> str | None: ...
     def getOutputTypes(self) -> list[str | None] | None: ...
     setTransformationFn = setTransformationBatchFn = setTransformationEditFields = setter
-    setTransformationRemovedFields = setApplyTransformation = setOutputs = setter
+    setTransformationRemovedFields = setApplyTransformation = setCollateFn = setter
+    setPadding = setMasks = setOutputs = setter
     setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
     setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
     setOutputsAre = setModel = setHistory = setter

@@ -569,7 +569,7 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
 
 def _collate_hint(leaf: T.DataType) -> str:
     if all(isinstance(each, _ANY) for each in _leaves(leaf)):
-        return " A collate_fn (torch and Lightning) takes it unchanged."
+        return " A collate_fn takes it unchanged."
     return ""
 
 

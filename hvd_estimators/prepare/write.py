@@ -428,8 +428,7 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
             raise DataError(
                 f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
                 f"elements{' within arrays' if level else ''}. Pad or cut them to one length, or "
-                f"set padding={{{spec.name!r}: 0}} or collate_fn (torch and Lightning), which take "
-                "rows of any length.",
+                f"set padding={{{spec.name!r}: 0}} or collate_fn, which take rows of any length.",
                 column=spec.name,
             )
         # Nulls and empty arrays have no inner lengths, and are found in the files.

@@ -11,7 +11,6 @@ import torch
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.checks import check_class_weight
-from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized
@@ -104,44 +103,7 @@ def check_column_dtypes(settings: TorchSettings) -> None:
         )
 
 
-def check_collate(settings: TorchSettings) -> None:
-    """Check the params for rows of any length together with others."""
-    name = "padding" if settings.collate_fn is None else "collate_fn"
-    if settings.masks and settings.padding is None:
-        raise ParamError("masks: found True without padding. Set padding, or leave masks out.")
-    _check_batch_size(settings)
-    if settings.collate is None:
-        return
-    if settings.collate_fn is not None and settings.padding is not None:
-        raise ParamError("collate_fn and padding are both set. Pad in the collate_fn.")
-    columns = [*settings.inputs.columns, *settings.label_cols]
-    for column in settings.padding or ():
-        if column not in columns:
-            raise ParamError(
-                f"padding: {column!r} is no feature or label column. Set one of "
-                f"{', '.join(map(repr, columns))}.{did_you_mean(column, columns)}"
-            )
-    for other in ("input_shapes", "label_shapes"):
-        if settings.get(other) is not None:
-            raise ParamError(
-                f"{other}: found {settings.get(other)}, and {name} makes tensors whose shapes "
-                f"differ by batch. Leave {other} out, and reshape in the model or in a collate_fn."
-            )
-    if settings.transformation is not None:
-        raise ParamError(
-            f"{name}: found a transformation_fn or transformation_batch_fn as well, which needs "
-            "rows of one length. Transform the rows in a collate_fn."
-        )
-    module = settings.data_module
-    is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
-    if settings.reads_itself or is_users:
-        raise ParamError(
-            f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
-            "or set data_module to 'arrow' or 'petastorm'."
-        )
-
-
-def _check_batch_size(settings: TorchSettings) -> None:
+def check_batch_size(settings: TorchSettings) -> None:
     """Check the params that bound the size of a batch."""
     size_fn, limit = settings.batch_size_fn, settings.max_batch_size
     if size_fn is None and limit is None:

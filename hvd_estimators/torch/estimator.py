@@ -38,7 +38,7 @@ from hvd_estimators.torch.serialization import (
     restore_optimizer,
 )
 from hvd_estimators.torch.sharding import MODES
-from hvd_estimators.torch.shared_params import COLLATE_PARAMS, TorchSharedParams
+from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.stateful import has_state
 from hvd_estimators.torch.tensors import INPUT_FORMS
 from hvd_estimators.torch.trainer import TrainedObjects
@@ -260,7 +260,7 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         names = (
             *("input_shapes", "column_dtypes", "input_form"),
             *("loss_form", "loss", "loss_constructors", "loss_weights", "metrics"),
-            *("label_shapes", "precision", *COLLATE_PARAMS),
+            *("label_shapes", "precision"),
         )
         own = {name: self.getOrDefault(name) for name in names}
         own["_upstream_names"] = self.upstream_names

@@ -25,7 +25,7 @@ from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
-    check_collate,
+    check_batch_size,
     check_column_dtypes,
     check_layers,
     check_sharding,
@@ -46,7 +46,6 @@ from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
-from hvd_estimators.torch.shared_params import COLLATE_PARAMS
 from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
@@ -64,7 +63,7 @@ class TorchFramework(Framework):
     sent = (
         *Framework.sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
-        *("collate_fn", "batch_size_fn"),
+        "batch_size_fn",
     )
     run_settings = (
         *Framework.run_settings,
@@ -73,7 +72,7 @@ class TorchFramework(Framework):
     )
     optional_run_settings = (
         *Framework.optional_run_settings,
-        *("loss_form", "class_weight", *COLLATE_PARAMS, *STEP_PARAMS),
+        *("loss_form", "class_weight", *STEP_PARAMS),
     )
     settings: TorchSettings
 
@@ -105,7 +104,7 @@ class TorchFramework(Framework):
 
     def check(self) -> None:
         settings = self.settings
-        check_collate(settings)
+        check_batch_size(settings)
         self.check_training()
         check_collectives(self)
         check_layers(settings, self.collectives)

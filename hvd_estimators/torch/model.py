@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyspark.sql import Column
-from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
-from hvd_estimators.loading.collate import Collate
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
     boolean,
@@ -26,8 +23,6 @@ from hvd_estimators.params import (
     param,
     shapes,
 )
-from hvd_estimators.prepare.schema import feature_array
-from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
@@ -108,21 +103,6 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         if module is None:
             raise ParamError("model is not set. Set model.")
         return plain_module(module)
-
-    def _collate(self) -> Collate | None:
-        get = self.getOrDefault
-        if get("apply_transformation") and (get("collate_fn") or get("padding")):
-            raise ParamError(
-                "apply_transformation: the model makes its batches of rows by collate_fn or "
-                "padding. Transform the rows in a collate_fn."
-            )
-        return make_collate(get, self._input_columns(), get("sample_weight_col"))
-
-    def _feature_column(self, field: T.StructField) -> Column:
-        get = self.getOrDefault
-        if get("collate_fn") is not None or field.name in (get("padding") or ()):
-            return feature_array(field, allow_any=True)
-        return super()._feature_column(field)
 
     def _transform_spec(self) -> TensorSpec:
         return transform_spec(self.getOrDefault)

@@ -17,9 +17,8 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
-from hvd_estimators.loading.collate import Collate, CollatedBatch
+from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
-from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import (
@@ -188,14 +187,7 @@ class TorchPredictor(FrameworkPredictor):
         Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
-
-    Attributes
-    ----------
-    collate : Collate or None
-        Makes batches of rows for a predictor without Spark.
     """
-
-    collate: Collate | None = None
 
     def __init__(
         self,
@@ -284,15 +276,8 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
     )
 
 
-def saved_collate(saved: Saved) -> Collate | None:
-    """Return the maker of batches of a saved model, or None."""
-    return make_collate(saved.get, InputColumns.of(saved.get("feature_columns")))
-
-
 def load_saved(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequence[str]]:
     """Return the predictor of a saved model, and its features that may be text."""
     precision = saved.get("inference_precision") or "float32"
     spec = transform_spec(saved.get)
-    predictor = TorchPredictor(saved.file("model"), spec, precision, resources)
-    predictor.collate = saved_collate(saved)
-    return predictor, ()
+    return TorchPredictor(saved.file("model"), spec, precision, resources), ()

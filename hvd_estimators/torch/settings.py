@@ -12,12 +12,10 @@ from typing import Any
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.rows import ROWS
-from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.loading.collate import BoundedCollate, Collate
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
-from hvd_estimators.torch.collate import make_collate
 from hvd_estimators.torch.loss import kind_of_outputs
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import Objective
@@ -46,11 +44,6 @@ class TorchSettings(Settings):
         return bool(self.loss_form == "joint")
 
     @cached_property
-    def collate(self) -> Collate | None:
-        """The maker of batches of rows of any length, or None."""
-        return make_collate(self.get, self.inputs, self.sample_weight_col)
-
-    @cached_property
     def collate_of_ranks(self) -> BoundedCollate | Collate | None:
         """The maker of the batches that ranks train on, in parts if their size is bounded."""
         if self.collate is None or self.batch_size_fn is None:
@@ -63,14 +56,6 @@ class TorchSettings(Settings):
             rows: Any = columns[ROWS]
             self.collate_of_ranks.sizes(rows)
         return super().delivered(columns)
-
-    @property
-    def allowed_text(self) -> TextColumns:
-        """The columns that may be written as text, or as any type; True for all as text."""
-        columns = self.padding or ()
-        if self.collate_fn is not None:
-            columns = [name for name in self.needed_columns if name != self.sample_weight_col]
-        return dict.fromkeys(columns, "any") if columns else super().allowed_text
 
     @property
     def collectives(self) -> str:

@@ -22,9 +22,6 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     loss_weights: float | Sequence[float] | NDArray[Any] | None
-    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
-    padding: dict[str, float] | None
-    masks: bool | None
     input_shapes: Iterable[Iterable[int]] | None
     input_form: Literal["positional", "keyword", "dict"] | None
     loss_form: Literal["per_label", "joint"] | None
@@ -47,14 +44,12 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchEstimatorKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchEstimatorKeywords]) -> Self: ...
 
-    getCollateFn = getPadding = getMasks = getter
     getInputShapes = getInputForm = getLossForm = getter
     getLossConstructors = getTrainMinibatchFn = getStateful = getter
     getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
     getLrSchedulerInterval = getSharding = getShardModules = getter
     getActivationCheckpointing = getPrecision = getter
-    setCollateFn = setPadding = setMasks = setter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
     setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
@@ -65,9 +60,6 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     model: torch.nn.Module | None
     history: list[dict[str, Any]] | None
-    collate_fn: Callable[[list[dict[str, Any]]], Any] | None
-    padding: dict[str, float] | None
-    masks: bool | None
     optimizer: torch.optim.Optimizer | None
     loss: Any
     loss_constructors: Any
@@ -84,9 +76,6 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchModelKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchModelKeywords]) -> Self: ...
     def getModel(self) -> torch.nn.Module: ...
-    def getCollateFn(self) -> Callable[[list[dict[str, Any]]], Any] | None: ...
-    def getPadding(self) -> dict[str, float] | None: ...
-    def getMasks(self) -> bool: ...
     def getOptimizer(self) -> torch.optim.Optimizer | None: ...
     def getLoss(self) -> Any: ...
     def getLossConstructors(self) -> Any: ...
@@ -98,7 +87,6 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def getInputShapes(self) -> list[list[int]] | None: ...
     def getColumnDtypes(self) -> dict[str, str]: ...
     def getInputForm(self) -> Literal["positional", "keyword", "dict"]: ...
-    setCollateFn = setPadding = setMasks = setter
     setOptimizer = setLoss = setLossConstructors = setter
     setLossForm = setLossWeights = setMetrics = setter
     setLabelShapes = setPrecision = setInputShapes = setter

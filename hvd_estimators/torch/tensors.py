@@ -25,9 +25,9 @@ from hvd_estimators.inference.batch import with_rows
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.blocks import BufferPool, Rows, fresh_buffer
 from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate_fn import map_leaves, require, split_batch
 from hvd_estimators.loading.interleave import Prefetch
 from hvd_estimators.loading.shuffle import Batches, first_batches
-from hvd_estimators.torch.collate import as_tensor, map_leaves, split_batch
 
 # Name of the prediction in Hugging Face models.
 _PREDICTION = "logits"
@@ -172,6 +172,13 @@ INPUT_FORMS = ("positional", "keyword", "dict")
 """Forms in which a module takes its inputs, see `with_form`."""
 
 
+def as_tensor(leaf: torch.Tensor | Array) -> Any:
+    """Return an array of numbers as a tensor, and other leaves unchanged."""
+    if isinstance(leaf, torch.Tensor) or leaf.dtype.kind not in "biufc":
+        return leaf
+    return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+
+
 AnyColumns = Mapping[str, Array | torch.Tensor] | CollatedBatch
 
 
@@ -301,15 +308,7 @@ class TensorSpec:
             If a class number is not whole.
         """
         if isinstance(columns, CollatedBatch):
-            found = self._split(columns)[1]
-            for name in self.label_cols:
-                if name not in found:
-                    raise DataError(
-                        f"collate_fn returned no label {name!r}. Return a dict with "
-                        f"{name!r}, or a tuple (inputs, labels).",
-                        param="label_cols",
-                    )
-            given = {name: found[name] for name in self.label_cols}
+            given = require(self._split(columns)[1], self.label_cols, "label")
             labels = [*self._on_device(given, device).values()]
             columns = given
         else:

@@ -77,6 +77,30 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+class Cropped(keras.layers.Layer):
+    """Scores of as many tokens as a batch has."""
+
+    def call(self, scores: Any, tokens: Any) -> Any:
+        return scores[:, : ops.shape(tokens)[1]]
+
+
+class OfWords(keras.Model):
+    """Model whose loss compares its outputs with an input that is padded."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any) -> Any:
+        return _of_classes(ignore_class=PADDING)(x["words"], y_pred)
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad words to the longest row, and mark them."""
+    length = max(len(row["words"]) for row in rows)
+    words = np.full((len(rows), length), PADDING)
+    for padded, row in zip(words, rows, strict=True):
+        padded[: len(row["words"])] = row["words"]
+    features = np.stack([row["features"] for row in rows])
+    return {"is_word": words != PADDING, "words": words, "features": features}
+
+
 def _of_classes(reduction: str = "sum_over_batch_size", **options: Any) -> Any:
     return keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction, **options)
 
@@ -96,6 +120,17 @@ def params_of(kind: str) -> dict[str, Any]:
             "class_weight": CLASS_WEIGHTS,
         },
         "masked": {"loss": _of_classes(ignore_class=PADDING)},
+        "masked, of a collate_fn": {
+            "loss": _of_classes(ignore_class=PADDING),
+            "collate_fn": collate,
+        },
+        "masked, of padding": {
+            "loss": None,
+            "outputs": 0,
+            "padding": {"words": PADDING},
+            "masks": True,
+            "feature_cols": ["features", "words"],
+        },
         "counted": {"loss": Counted()},
         "sample weights": {"loss": "mse", "sample_weight_col": "weight"},
         "joint": {"loss": None, "outputs": 0},
@@ -105,7 +140,6 @@ def params_of(kind: str) -> dict[str, Any]:
 
 
 LACKING = ("joint sum", "own step with a weighted mean")
-LACKING += ("masked, of a collate_fn", "masked, of padding")
 CELLS = [
     (kind, situation)
     for kind, situation in cells(kind for kind in KINDS if kind not in LACKING)
@@ -115,11 +149,21 @@ CELLS = [
 
 
 def make_model(kind: str) -> keras.Model:
-    x = keras.Input((WIDTH,))
+    x = keras.Input((WIDTH,), name="features")
     out = keras.layers.Dense(OUT)(keras.layers.Dense(HIDDEN, activation="tanh")(x))
-    if kind == "masked":
+    inputs: Any = x
+    if kind.startswith("masked"):
         out = keras.layers.Reshape((LENGTH, CLASSES))(out)
-    model = {"joint": Joint, "own step": OwnStep}.get(kind, keras.Model)(x, out)
+    if kind == "masked, of a collate_fn":
+        inputs = {"features": x, "is_word": keras.Input((None,), dtype="bool", name="is_word")}
+        out = Cropped()(out, inputs["is_word"])
+    if kind == "masked, of padding":
+        words = keras.Input((None,), dtype="int64", name="words")
+        mask = keras.Input((None,), dtype="bool", name="words_mask")
+        inputs = {"features": x, "words": words, "words_mask": mask}
+        out = Cropped()(out, mask)
+    kinds = {"joint": Joint, "own step": OwnStep, "masked, of padding": OfWords}
+    model = kinds.get(kind, keras.Model)(inputs, out)
     model.set_weights(start_weights())
     return model
 
@@ -131,8 +175,7 @@ def check(
     clip = {"global_clipnorm": CLIP} if KINDS[kind].own_step else {}
     estimator = KerasOfThreeShards if SITUATIONS[situation].shards == 3 else KerasEstimator
     model = estimator(
-        **settings(backend, store, kind, situation, collectives),
-        **params_of(kind),
+        **{**settings(backend, store, kind, situation, collectives), **params_of(kind)},
         model=make_model(kind),
         optimizer=keras.optimizers.SGD(KINDS[kind].rate, MOMENTUM, **clip),
     ).fit_on_parquet(paths[SITUATIONS[situation].rows])

@@ -13,7 +13,8 @@ from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from rank_pool import shared_ranks
 from reference import WIDTH, write_rows
 
-from hvd_estimators.keras import KerasEstimator, LearningRateWarmupCallback
+from hvd_estimators.compat.callbacks import LearningRateWarmupCallback
+from hvd_estimators.keras import KerasEstimator
 
 pytestmark = [pytest.mark.soak, pytest.mark.integration]
 

@@ -144,11 +144,13 @@ def test_callbacks_broadcast_average_and_warm_up() -> None:
         import keras
         import numpy as np
 
+        from hvd_estimators.compat.callbacks import (
+            LearningRateScheduleCallback,
+            LearningRateWarmupCallback,
+        )
         from hvd_estimators.keras import (
             BroadcastCallback,
             DistributedOptimizer,
-            LearningRateScheduleCallback,
-            LearningRateWarmupCallback,
             MetricAverageCallback,
         )
 

@@ -18,7 +18,7 @@ from reference import WIDTH, write_rows
 from resuming import AskedToEnd, kept_checkpoints
 from saved_checkpoints import read_state
 
-from hvd_estimators.keras import LearningRateWarmupCallback
+from hvd_estimators.compat.callbacks import LearningRateWarmupCallback
 
 pytestmark = pytest.mark.integration
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ColumnError, ShapeError
-from hvd_estimators.keras import KerasModel
+from hvd_estimators.keras import KerasModel, load_predictor
 
 pytestmark = pytest.mark.integration
 
@@ -76,8 +77,7 @@ def inputs(columns: dict[str, Any], features: list[str], rows: Any = slice(None)
     return found if len(found) > 1 else found[0]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["subclassed", "functional"])
+@pytest.mark.parametrize("kind", others_in_soak("functional", "subclassed"))
 def test_string_inputs_train_as_one_process(
     spark: Any, store: Any, kind: str, tmp_path: Path
 ) -> None:
@@ -133,3 +133,85 @@ def test_string_inputs_train_as_one_process(
         unaware = Subclassed(keras.layers.Identity())
         with pytest.raises(ShapeError, match=r"'text' are text: .*TextVectorization"):
             estimator.copy({estimator.model: unaware}).fit(df)
+
+
+IDS = {"good": 1, "bad": 2, "fair": 3, "poor": 4}
+
+
+def tokenized(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make ids of texts, of which a null is fair, padded to the longest."""
+    texts = [(row["text"] or "fair").split() for row in rows]
+    ids = np.zeros((len(rows), max(map(len, texts))), np.int64)
+    for padded, words in zip(ids, texts, strict=True):
+        padded[: len(words)] = [IDS[word] for word in words]
+    batch: dict[str, Any] = {"ids": ids}
+    if "label" in rows[0]:
+        batch["label"] = np.array([row["label"] for row in rows])
+    return batch
+
+
+def make_classifier(masks: bool) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((None,), dtype="int64", name="words" if masks else "ids")
+    embedded = keras.layers.Embedding(len(IDS) + 1, 4, mask_zero=not masks)(ids)
+    if not masks:
+        pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+        return keras.Model(ids, keras.layers.Dense(2)(pooled))
+    mask = keras.Input((None,), dtype="bool", name="words_mask")
+    pooled = keras.layers.GlobalAveragePooling1D()(embedded, mask=mask)
+    return keras.Model({"words": ids, "words_mask": mask}, keras.layers.Dense(2)(pooled))
+
+
+@pytest.mark.parametrize("kind", ["collate_fn", "padding"])
+def test_rows_of_any_length(spark: Any, store: Any, kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    rows: list[dict[str, Any]] = []
+    for label in [0, 1] * 30:
+        words = rng.choice(["good", "fair"] if label else ["bad", "poor"], rng.integers(1, 6))
+        ids = [IDS[word] for word in words]
+        rows.append({"text": " ".join(words), "words": ids, "label": label})
+    if kind == "collate_fn":
+        rows[5]["text"] = None
+        params: dict[str, Any] = {"feature_cols": ["text"], "collate_fn": tokenized}
+    else:
+        params = {"feature_cols": ["words"], "padding": {"words": 0}, "masks": True}
+    frame = spark.createDataFrame(
+        [tuple(row.values()) for row in rows], "text string, words array<int>, label int"
+    ).repartition(2)
+    fitted = pooled_estimator(
+        store,
+        2,
+        model=make_classifier(kind == "padding"),
+        optimizer=keras.optimizers.Adam(0.1),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        label_cols=["label"],
+        batch_size=7,
+        epochs=8,
+        validation=0.2,
+        shuffle=True,
+        **params,
+    ).fit(frame)
+    assert fitted.getHistory()["val_accuracy"][-1] > 0.9
+    path = str(tmp_path / "model")
+    fitted.save(path)
+
+    ids = np.zeros((len(rows), 5), np.int64)
+    for padded, row in zip(ids, rows, strict=True):
+        of_row = row["words"] if kind == "padding" or row["text"] else [IDS["fair"]]
+        padded[: len(of_row)] = of_row
+    trained = fitted.getModel()
+    inputs = {"words": ids, "words_mask": ids != 0} if kind == "padding" else ids
+    scores = trained.predict(inputs, verbose=0)
+    given = [{name: row[name] for name in params["feature_cols"]} for row in rows]
+    served = [row["label__output"] for row in load_predictor(path).predict(given)]
+    np.testing.assert_allclose(served, scores, rtol=1e-4, atol=1e-5)
+    expected = dict(zip(map(str, given), scores.argmax(1), strict=True))
+    for model in (fitted, KerasModel.load(path)):
+        for row in model.transform(frame).collect():
+            assert row.prediction == expected[str({n: row[n] for n in params["feature_cols"]})]
+    labels = np.array([row["label"] for row in rows])
+    loss, accuracy = trained.evaluate(inputs, labels, verbose=0)
+    found = fitted.evaluate(frame)
+    assert found["loss"] == pytest.approx(loss, rel=1e-4)
+    assert found["accuracy"] == pytest.approx(accuracy)

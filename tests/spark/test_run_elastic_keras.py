@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvd_estimators import run_elastic
+from hvd_estimators.compat.elastic import KerasState
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import KerasState
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -43,7 +43,8 @@ def train(folder: str) -> Any:
     import horovod.tensorflow.keras as hvd
     import keras
 
-    from hvd_estimators.keras import DistributedOptimizer, KerasState
+    from hvd_estimators.compat.elastic import KerasState
+    from hvd_estimators.keras import DistributedOptimizer
 
     hvd.init()
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

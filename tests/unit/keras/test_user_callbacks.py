@@ -12,11 +12,10 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.compat.callbacks import LearningRateScheduleCallback, LogCallback
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import (
     KerasEstimator,
-    LearningRateScheduleCallback,
-    LogCallback,
 )
 from hvd_estimators.keras.callbacks import _mean
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback

@@ -26,11 +26,11 @@ from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.loading.collate_fn import CollateFunction
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule, VirtualShards
 from hvd_estimators.loading.shuffle import stream_batches
 from hvd_estimators.store import LocalStore
-from hvd_estimators.torch.collate import CollateFunction
 
 NUMBERS = {
     pa.int32(): st.integers(-(2**31), 2**31 - 1),

@@ -16,7 +16,7 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import GivenRows, RowTable
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading.collate import BoundedCollate, CollatedBatch
-from hvd_estimators.torch.collate import CollateFunction, Padding, map_leaves, split_batch
+from hvd_estimators.loading.collate_fn import CollateFunction, Padding, map_leaves, split_batch
 from hvd_estimators.torch.tensors import TensorSpec, leaves, tensor_batches, with_tensors
 
 TABLE = pa.table(

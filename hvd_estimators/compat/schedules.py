@@ -156,12 +156,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             verbose=verbose,
         )
         self.warmup_epochs = warmup_epochs
-        # Set by the estimator's trainer: a resumed run keeps its original number of ranks.
-        self.ranks: int | None = None
 
     def factor(self, epoch: float) -> float:
         """Return the fraction of the rate at a (fractional) epoch."""
-        size = self.ranks or current().size
+        # An estimator's resumed run keeps its original number of ranks.
+        size = (self.params or {}).get("ranks") or current().size
         return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
 
     def _sets_rate(self, epoch: float) -> bool:

@@ -1,6 +1,7 @@
 """Batches of rows of any length and type, by a collate function or by padding.
 
 Runs on ranks, in their readers' workers, on the driver for its dry run, and where a model predicts.
+Imports no framework: any object with a shape that NumPy can read is a tensor.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from hvd_estimators.data.arrays import Array, to_array, valid_rows
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import RowTable, one_array, split_lists
 from hvd_estimators.data.types import is_list
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.loading.collate import Collate
+from hvd_estimators.loading.collate import Collate, CollatedBatch
 
 _EXPECTED = "Return a tensor, a dict of tensors, or a tuple (inputs, labels) of these."
 
@@ -43,7 +43,7 @@ class CollateFunction(Collate):
     def make(self, rows: RowTable) -> Any:
         """Return the function's batch, with arrays in place of tensors."""
         value = self.function(rows.to_rows())
-        if not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)):
+        if not is_array(value) and not isinstance(value, (Mapping, tuple, list)):
             raise DataError(f"collate_fn returned {type(value).__name__}. {_EXPECTED}")
         return map_leaves(_as_array, value)
 
@@ -144,9 +144,15 @@ def make_collate(
     return Padding(weight, get("padding"), masked, inputs)
 
 
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array or a tensor."""
+    is_like = hasattr(value, "__array__") and hasattr(value, "shape")
+    return is_like and not isinstance(value, np.generic)
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a batch with a function applied to each of its tensors and arrays."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if is_array(value):
         return function(value)
     if isinstance(value, Mapping):
         return {name: map_leaves(function, entry) for name, entry in value.items()}
@@ -158,29 +164,78 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def _as_array(leaf: torch.Tensor | Array) -> torch.Tensor | Array:
+def _as_array(leaf: Any) -> Any:
     """Return a tensor as an array, which processes share, if NumPy has its type."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach()
     try:
-        return leaf.detach().numpy()
-    except (TypeError, RuntimeError):  # bfloat16, a sparse tensor
-        return leaf.detach()
-
-
-def as_tensor(leaf: torch.Tensor | Array) -> Any:
-    """Return an array of numbers as a tensor, and other leaves unchanged."""
-    if isinstance(leaf, torch.Tensor) or leaf.dtype.kind not in "biufc":
+        return np.asarray(leaf)
+    except (TypeError, RuntimeError):  # torch's bfloat16, a sparse tensor
         return leaf
-    return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
 
 
-Tensors = dict[str, torch.Tensor]
+@dataclass(frozen=True)
+class BatchNames:
+    """Names of the tensors in collated batches, for models that take arrays by name.
+
+    Attributes
+    ----------
+    features : tuple of str
+        The inputs of a batch, in order; the feature columns until a batch is known.
+    labels : tuple of str
+        The label columns.
+    weight : str or None
+        Column with the weight of each row.
+    """
+
+    features: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    weight: str | None = None
+
+    def inputs(self, batch: CollatedBatch) -> dict[str, Any]:
+        """Return a batch's inputs by name."""
+        return self._split(batch)[0]
+
+    def columns(self, batch: CollatedBatch) -> dict[str, Any]:
+        """Return a batch's inputs, labels and weights by name.
+
+        Raises
+        ------
+        DataError
+            If the batch lacks a label, or has another form.
+        """
+        inputs, found = self._split(batch)
+        made = {**inputs, **require(found, self.labels, "label")}
+        if self.weight is not None:
+            made[self.weight] = batch.weights
+        return made
+
+    def _split(self, batch: CollatedBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+        left_out = [] if self.weight is None else [self.weight]
+        return split_batch(batch.value, self.features, self.labels, left_out)
+
+
+def require(found: Mapping[str, Any], names: Sequence[str], role: str) -> dict[str, Any]:
+    """Return the inputs or labels of a batch, in the order of the names.
+
+    Raises
+    ------
+    DataError
+        If one is missing.
+    """
+    for name in names:
+        if name not in found:
+            raise DataError(
+                f"collate_fn returned no {role} {name!r}. Return a dict with {name!r}, or a tuple "
+                "(inputs, labels).",
+                param="label_cols" if role == "label" else None,
+            )
+    return {name: found[name] for name in names}
 
 
 def split_batch(
     value: Any, features: Sequence[str], labels: Sequence[str], left_out: Sequence[str] = ()
-) -> tuple[Tensors, Tensors]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of a collated batch by name, and the labels that it has.
 
     In a dict, each entry that is no label is an input: those that are named like features first,
@@ -200,7 +255,7 @@ def split_batch(
     DataError
         If the batch has another form.
     """
-    found: Tensors = {}
+    found: dict[str, Any] = {}
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise DataError(
@@ -215,7 +270,7 @@ def split_batch(
     return {name: inputs[name] for name in dict.fromkeys(names) if name not in others}, found
 
 
-def _by_name(value: Any, names: Sequence[str], role: str) -> Tensors:
+def _by_name(value: Any, names: Sequence[str], role: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         named = dict(value)
     else:
@@ -226,7 +281,7 @@ def _by_name(value: Any, names: Sequence[str], role: str) -> Tensors:
             for number, each in enumerate(entries)
         }
     for name, entry in named.items():
-        if not isinstance(entry, torch.Tensor):
+        if not is_array(entry):
             raise DataError(
                 f"collate_fn returned {type(entry).__name__} as the {role} {name!r}. {_EXPECTED}"
             )
