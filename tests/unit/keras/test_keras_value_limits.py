@@ -43,8 +43,10 @@ def test_numbers_out_of_range_are_found_before_training(
     assert store.list_runs() == []
 
 
-def test_a_prediction_names_the_column_and_its_range() -> None:
+def test_a_prediction_names_the_input_and_the_unknown_id() -> None:
     model = KerasModel(model=make_net(), feature_columns=["kind"], label_columns=["label"])
     document, load = model._make_predictor()
-    with pytest.raises(PredictionError, match=r"'kind' holds ids from 0 to 7, .* has 5 rows"):
+    with pytest.raises(
+        PredictionError, match=r"(?s)called with kind \(3, 1\).* = 7 is not in \[0, 5\)"
+    ):
         load(document)([np.array([0, 7, 1])])
