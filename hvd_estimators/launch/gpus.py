@@ -275,26 +275,6 @@ def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str
     return f"GPUs ({kind}): {by_rank}. {'NCCL' if nccl else 'Gloo'} reduces between them.{note}"
 
 
-def gpu_hint(error: str) -> str:
-    """Return a hint for errors caused by wrong use of GPUs; empty for other errors.
-
-    A function may request a GPU number that its rank does not see. It may also share a GPU with
-    another rank, which NCCL rejects.
-    """
-    if re.search("ncclCommInitRank failed: invalid usage", error):
-        return (
-            "\nNCCL allows no two ranks on one GPU. Start as many ranks as there are GPUs, or hide "
-            f"the GPUs with env={{'{VISIBLE_VARIABLE}': '-1'}}."
-        )
-    if not re.search("invalid device ordinal|listed an invalid GPU id", error):
-        return ""
-    return (
-        f"\nEach rank sees only its own GPUs ({VISIBLE_VARIABLE}); the first of them is number 0 "
-        "on every rank. Use GPU 0, or let ranks see all GPUs of their host with "
-        f"env={{'{VISIBLE_VARIABLE}': None}}."
-    )
-
-
 def _listed(variable: str) -> list[str]:
     """Return the GPUs in the variable as CUDA reads it: up to the first invalid entry."""
     listed: list[str] = []

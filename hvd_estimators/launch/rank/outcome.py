@@ -19,7 +19,6 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
     WorkerStoreError,
 )
-from hvd_estimators.launch.gpus import gpu_hint
 from hvd_estimators.launch.rank.hang_detection import stalled_ranks
 from hvd_estimators.launch.rank.output import shortened
 
@@ -199,7 +198,6 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     lines += [f"{_ranks(ranks)} {how}." for how, ranks in _others(failed, first) if ranks]
     if first.report is not None:
         lines.append(first.report.traceback.rstrip())
-    lines.append(gpu_hint(first.error).strip())
     if "No module named 'horovod'" in first.error:
         lines.append(f"Horovod is not installed on {first.host}. Run there: {BUILD_HOROVOD}")
     if first.output_tail.strip():

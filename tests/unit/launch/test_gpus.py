@@ -5,14 +5,13 @@ import json
 import pytest
 
 from hvd_estimators import get_available_devices
-from hvd_estimators.exceptions import GpuError, WorkerFailedError
+from hvd_estimators.exceptions import GpuError
 from hvd_estimators.launch import gpus
 from hvd_estimators.launch.gpus import (
     assigned_gpus,
     check_assignment,
     check_gpus,
     describe_gpus,
-    gpu_hint,
     gpu_index,
     gpu_place,
     own_gpu,
@@ -172,19 +171,3 @@ def test_one_line_names_the_gpus_and_the_reducing_library():
     )
     with pytest.raises(GpuError, match=r"Ranks 0, 2 on a share the GPU 0.*num_proc"):
         describe_gpus([*gpus, ("a", "0")], "H100", nccl=True)
-
-
-def test_an_invalid_device_ordinal_comes_with_a_hint():
-    error = "RuntimeError: CUDA error: invalid device ordinal"
-
-    assert "'CUDA_VISIBLE_DEVICES': None" in gpu_hint(error)
-    assert gpu_hint("RuntimeError: CUDA out of memory") == ""
-
-
-def test_an_nccl_error_of_ranks_sharing_a_gpu_is_explained():
-    # The message of NCCL 2.28 on an H100.
-    error = "RuntimeError: ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN)"
-    outcome = RankOutcome(0, "here", None, "RuntimeError", error)
-
-    with pytest.raises(WorkerFailedError, match="no two ranks on one GPU"):
-        results_in_order([outcome])
