@@ -142,8 +142,9 @@ def _registered(
             message = str(java.getMessage()).rstrip(".")
             raise SlotsError(
                 f"{resources.describe()}: Spark rejects it ({message}). Ask for less, or for "
-                "resources of tasks only, or start Spark with more for each executor "
-                "(spark.executor.cores, spark.executor.resource.gpu.amount)."
+                "resources of tasks only (resources of executors need dynamic allocation), or "
+                "start Spark with more for each executor (spark.executor.cores, "
+                "spark.executor.resource.gpu.amount)."
             ) from error
         _registered_profiles[key] = rdd.getResourceProfile()
     return _registered_profiles[key]
