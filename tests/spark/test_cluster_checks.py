@@ -170,7 +170,7 @@ def test_each_fault_of_a_host_is_named_with_its_remedy(
     is_healthy, found = checked("python")
     assert not is_healthy
     assert set(found) == {("driver", "Launch")}
-    assert "another version of Python than the driver" in found["driver", "Launch"]["found"]
+    assert "another version than the driver" in found["driver", "Launch"]["found"]
 
     is_healthy, found = checked("")
     assert is_healthy, found
