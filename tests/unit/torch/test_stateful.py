@@ -177,7 +177,7 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
         given = {"label_cols": ["y"], "feature_cols": ["x"], "loss": mse, "optimizer": made}
         store = LocalStore(str(tmp_path))
         estimator = TorchEstimator(model=net, store=store, **given, **params)
-        Fit(estimator).framework.check_params()
+        Fit(estimator).framework.check()
         return [record.getMessage() for record in caplog.records]
 
     (message,) = warnings_of(train_minibatch_fn=uses_scaler)

@@ -168,7 +168,7 @@ def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) 
         feature_cols=["x"],
         label_cols=["y"],
     )
-    Fit(estimator).framework.check_params()
+    Fit(estimator).framework.check()
     assert "Set model=torch.compile(model) instead" in caplog.text
 
 
@@ -188,7 +188,7 @@ def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
     )
     with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
-        Fit(estimator).framework.check_sent()
+        Fit(estimator).framework.check()
 
 
 def test_lightning_calls_plain_modules_in_the_configured_form() -> None:
