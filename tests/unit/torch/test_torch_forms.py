@@ -186,6 +186,9 @@ def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
     estimator = TorchEstimator(
         model=torch.compile(net, backend=backend),
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
     )
     with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
         Fit(estimator).framework.check()
