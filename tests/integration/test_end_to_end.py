@@ -62,7 +62,7 @@ def check_rank_logs(store: Any, message: str) -> None:
     """Check that the killed ranks left their logs in the folder that the error names."""
     path = store.get_rank_logs_path("killed")
     (launch,) = store.names(path)
-    assert f"\nThe output of all ranks is in {path}/{launch}.\n" in message
+    assert f"The output of all ranks is in {path}/{launch}." in message
     assert store.names(f"{path}/{launch}") == ["rank-0.txt", "rank-1.txt"]
     logs = [store.read(f"{path}/{launch}/rank-{rank}.txt").decode() for rank in range(2)]
     assert "SIGKILL" in "".join(log.splitlines()[-1] for log in logs)

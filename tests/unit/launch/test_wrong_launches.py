@@ -142,7 +142,7 @@ STORES: dict[str, Wrong] = {
     "a number": store("prefix_path", r"Set str\(path\)", 5),
     "a Path": store("prefix_path", r"Set str\(path\)", Path("/data")),
     "a scheme": store("prefix_path", "register_store", "nope://here"),
-    "what cannot be written to": store("prefix_path", "Set a prefix on storage", "http://here"),
+    "what cannot be written to": store("prefix_path", "Set a path without a scheme", "http://here"),
     "a secret": store("prefix_path", "Set them as storage_options", "s3://key:secret@bucket/a"),
     "no root": store("prefix_path", "Set hdfs://host:port/path", "hdfs://"),
     "storage_options": store("storage_options", "expected a dict", storage_options=5),
