@@ -136,17 +136,6 @@ class OutputType:
             self._check_whole(numbers, name)
         return pa.array(numbers.astype(self.dtype), mask=is_nan if is_nan.any() else None)
 
-    def array(self, values: Array, name: str) -> Array:
-        """Return numbers as an array of `dtype`; doubles if `dtype` cannot hold their NaNs."""
-        if self.element in _FLOATS:
-            return values.astype(self.dtype, copy=False)
-        column = self.elements(values.reshape(-1), name)
-        # A copy, because Arrow's memory is read-only.
-        array = np.array(column.to_numpy(zero_copy_only=False))
-        if column.null_count:
-            array = np.array([np.nan if value is None else value for value in array], np.float64)
-        return array.reshape(values.shape)
-
     def _check_whole(self, numbers: Array, name: str) -> None:
         limit = 2.0 ** (8 * self.dtype.itemsize - 1)
         cut = np.trunc(numbers)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array, from_vectors, rows_of, to_array, to_lists, to_vectors
 from hvd_estimators.data.rows import one_array
-from hvd_estimators.data.types import is_list, is_vector, without_decimals
+from hvd_estimators.data.types import is_list, is_vector
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.pipeline_stages import (
     FEATURE_STAGES,
@@ -224,26 +224,3 @@ def as_lists(column: pa.Array, name: str) -> pa.Array:
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     array = from_vectors(rows_of(column, valid), name, np.float64)
     return to_lists(pa.array(array.reshape(-1)), array.shape, None if valid.all() else valid)
-
-
-def as_numpy(column: pa.Array, name: str, size: int | None = None) -> Array:
-    """Return a column as an array, rows first: NaN for nulls, and None for nulls in text.
-
-    If all vectors of a column are null, ``size`` is their size.
-    """
-    column = without_decimals(as_lists(column, name))
-    if not is_list(column.type):
-        if column.null_count and pa.types.is_boolean(column.type):
-            column = column.cast(pa.int8())
-        # A copy, because Arrow's memory is read-only.
-        return np.array(column.to_numpy(zero_copy_only=False))
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    elements = as_numpy(column.flatten(), name)
-    count = int(valid.sum())
-    width = len(elements) // count if count else size or 0
-    rows = elements.reshape(count, width, *elements.shape[1:])
-    if count == len(column):
-        return rows
-    filled = np.full((len(column), *rows.shape[1:]), np.nan, np.result_type(rows, np.float64))
-    filled[valid] = rows
-    return filled

@@ -30,7 +30,7 @@ from hvd_estimators.inference.output_columns import (
     output_columns,
     output_types,
 )
-from hvd_estimators.inference.pipeline import Pipeline, as_lists, as_numpy, read_pipeline
+from hvd_estimators.inference.pipeline import Pipeline, as_lists, read_pipeline
 from hvd_estimators.inference.standalone_rows import (
     InputTable,
     read_columns,
@@ -191,7 +191,7 @@ class SavedPredictor:
 
     def predict_columns(self, columns: Mapping[str, pa.Array]) -> tuple[pa.Table, Array | None]:
         """Return the predictions for some rows, and a mask of the rows in them (None: all)."""
-        given = replace(self._read(pa.table(dict(columns))), to_result=lambda *result: result)
+        given = replace(self._read(pa.table(dict(columns))), to_result=lambda *result: result[:2])
         predicted: tuple[pa.Table, Array | None] = self._predict(given)
         return predicted
 
@@ -272,15 +272,9 @@ class PipelinePredictor(SavedPredictor):
 
     def predict(self, rows: Any) -> Any:
         """Return the columns that the stages add or replace; see `SavedPredictor.predict`."""
-        columns, to_result, as_arrow = read_columns(
-            rows, self.feature_columns, self.optional_columns
-        )
-        if as_arrow:
-            return to_result(*self.predict_columns(columns))
-        made, selected = self._pipeline(columns)
-        sizes = self._pipeline.sizes
-        arrays = {name: as_numpy(column, name, sizes.get(name)) for name, column in made.items()}
-        return to_result(arrays, selected)
+        columns, to_result = read_columns(rows, self.feature_columns, self.optional_columns)
+        shapes = {name: (size,) for name, size in self._pipeline.sizes.items()}
+        return to_result(*self.predict_columns(columns), shapes)
 
     def predict_columns(
         self, columns: Mapping[str, Array | pa.Array]

@@ -15,12 +15,16 @@ import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.rows import ROWS, GivenRows, one_array
+from hvd_estimators.data.types import is_list, without_decimals
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, is_scalar, to_arrays
+from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, known_sizes, to_arrays
 from hvd_estimators.inference.output_columns import OutputType, to_column
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 """Column to its values, the shape of a row, and its type."""
+
+ToResult = Callable[[pa.Table, "Array | None", Mapping[str, Sequence[int]]], Any]
+"""Conversion of predictions to a user's form; see `InputTable`."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,14 @@ class InputTable:
     valid : array or None
         Mask of the given rows that are in ``columns``; None for all rows.
     to_result : callable
-        Converts a table, or a dict of arrays, to the form that the user gets.
-    as_arrow : bool
-        Whether ``to_result`` takes a table.
+        Converts a table of predictions to the form that the user gets. Also takes the mask of the
+        given rows in the table (None: all), and the shapes of a row of its columns.
     """
 
     columns: dict[str, Array]
     count: int
     valid: Array | None
-    to_result: Callable[[Any, Array | None], Any]
-    as_arrow: bool
+    to_result: ToResult
 
     def result(self, predicted: Predicted, keeps: bool) -> Any:
         """Return predictions in the form of the rows.
@@ -58,14 +60,12 @@ class InputTable:
             Whether rows with nulls get null predictions; otherwise they are left out.
         """
         valid, selected = (self.valid, None) if keeps else (None, self.valid)
-        if not self.as_arrow:
-            arrays = {n: _as_array(n, *column, valid) for n, column in predicted.items()}
-            return self.to_result(arrays, selected)
         columns = {
             name: to_column(array, shape, valid, kind, name)
             for name, (array, shape, kind) in predicted.items()
         }
-        return self.to_result(pa.table(columns), selected)
+        shapes = {name: known_sizes(shape) for name, (_, shape, _) in predicted.items()}
+        return self.to_result(pa.table(columns), selected, shapes)
 
 
 def read_table(
@@ -101,11 +101,11 @@ def read_table(
         If columns, or the arrays of a column, differ in length. Also for nulls without
         ``keeps_nulls``.
     """
-    columns, to_result, as_arrow = read_columns(given, features, optional)
+    columns, to_result = read_columns(given, features, optional)
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
-    return InputTable(arrays, len(arrays[features[0]]), valid, to_result, as_arrow)
+    return InputTable(arrays, len(arrays[features[0]]), valid, to_result)
 
 
 def read_rows(
@@ -127,11 +127,11 @@ def read_rows(
     ColumnError, ParamError, DataError
         See `read_table`.
     """
-    table, to_result, as_arrow = _columns(given, features)
+    table, to_result = _columns(given, features)
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         columns: list[Any] = [one_array(table[name]) for name in features]
         rows, valid = inference.read(columns)
-        return InputTable(rows, len(rows[ROWS]), valid, to_result, as_arrow)
+        return InputTable(rows, len(rows[ROWS]), valid, to_result)
     columns = [[_or_none(value) for value in table[name]] for name in features]
     if len(set(map(len, columns))) > 1:
         raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
@@ -145,7 +145,7 @@ def read_rows(
     else:
         named, valid = [row for row, keep in zip(named, complete, strict=True) if keep], complete
     kept: Any = GivenRows(named, dtypes)
-    return InputTable({ROWS: kept}, len(kept), valid, to_result, as_arrow)
+    return InputTable({ROWS: kept}, len(kept), valid, to_result)
 
 
 def _or_none(value: Any) -> Any:
@@ -157,7 +157,7 @@ def _or_none(value: Any) -> Any:
 
 def read_columns(
     given: Any, features: Sequence[str], optional: Sequence[str]
-) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
+) -> tuple[dict[str, Array | pa.Array], ToResult]:
     """Return the columns of rows, and the conversion of results; see `read_table`.
 
     Returns
@@ -166,22 +166,18 @@ def read_columns(
         Arrays of numbers without nulls, and Arrow arrays.
     to_result : callable
         See `InputTable`.
-    as_arrow : bool
-        See `InputTable`.
     """
-    table, to_result, as_arrow = _columns(given, features)
+    table, to_result = _columns(given, features)
     names = [*features, *(name for name in optional if name in table)]
     columns = {name: _column(table[name], name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"Columns differ in length: {lengths}.")
-    return columns, to_result, as_arrow
+    return columns, to_result
 
 
-def _columns(
-    given: Any, features: Sequence[str]
-) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
-    table, to_result, as_arrow = _by_column(given, features)
+def _columns(given: Any, features: Sequence[str]) -> tuple[Mapping[str, Any], ToResult]:
+    table, to_result = _by_column(given, features)
     missing = [name for name in features if name not in table]
     if missing:
         raise ColumnError(
@@ -189,33 +185,31 @@ def _columns(
             f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}.",
             column=missing[0],
         )
-    return table, to_result, as_arrow
+    return table, to_result
 
 
-def _by_column(
-    given: Any, features: Sequence[str]
-) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
+def _by_column(given: Any, features: Sequence[str]) -> tuple[Mapping[str, Any], ToResult]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
-        return {n: given.column(names.index(n)) for n in names}, lambda made, selected: made, True
+        return {n: given.column(names.index(n)) for n in names}, lambda made, *_: made
     pandas = sys.modules.get("pandas")
     if pandas is not None and isinstance(given, pandas.DataFrame):
 
-        def to_frame(made: pa.Table, selected: Array | None) -> Any:
+        def to_frame(made: pa.Table, selected: Array | None, shapes: Any) -> Any:
             index = given.index if selected is None else given.index[selected]
             columns = {name: made.column(name).to_pandas() for name in made.column_names}
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
-        return {str(name): given[name] for name in given.columns}, to_frame, True
+        return {str(name): given[name] for name in given.columns}, to_frame
     row = _as_row(given)
     if row is not None and any(_is_value(row.get(name)) for name in features):
-        return _columns_of([row], features), _alone, False
+        return _columns_of([row], features), _alone
     if isinstance(given, Mapping):
-        return given, lambda made, selected: made, False
+        return given, _by_name
     if isinstance(given, (list, tuple)) and given:
         rows = [_as_row(row) for row in given]
         if None not in rows:
-            return _columns_of(rows, features), _one_by_one, False
+            return _columns_of(rows, features), _one_by_one
     raise ParamError(
         f"rows: expected the columns {', '.join(features)} by name: a dict of arrays, a list of "
         f"dicts (one for each row), a data frame or an Arrow table, found {type(given).__name__}."
@@ -260,14 +254,27 @@ def _dense(value: Any) -> Any:
     return np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
 
 
-def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[str, Any]]:
+def _by_name(
+    made: pa.Table, selected: Array | None, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Array]:
+    """Return the predictions as arrays."""
+    names = made.column_names
+    return {name: _as_numpy(one_array(made[name]), name, shapes.get(name, ())) for name in names}
+
+
+def _one_by_one(
+    made: pa.Table, selected: Array | None, shapes: Mapping[str, Sequence[int]]
+) -> list[dict[str, Any]]:
     """Return the predictions of each row as a dict."""
-    return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+    arrays = _by_name(made, selected, shapes)
+    return [dict(zip(arrays, values, strict=True)) for values in zip(*arrays.values(), strict=True)]
 
 
-def _alone(made: Mapping[str, Array], selected: Array | None) -> dict[str, Any] | None:
+def _alone(
+    made: pa.Table, selected: Array | None, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any] | None:
     """Return the predictions of the only row; None if it was skipped."""
-    return next(iter(_one_by_one(made, selected)), None)
+    return next(iter(_one_by_one(made, selected, shapes)), None)
 
 
 def _column(values: Any, name: str) -> Array | pa.Array:
@@ -350,13 +357,25 @@ def _check_type(array: Array, name: str, is_text: bool) -> None:
     )
 
 
-def _as_array(
-    name: str, array: Array, shape: tuple[int, ...], kind: OutputType, valid: Array | None
-) -> Array:
-    values = kind.array(array.reshape(-1) if is_scalar(shape) else array, name)
-    if valid is None:
-        return values
-    dtype = values.dtype if values.dtype.kind == "f" else np.dtype(np.float64)
-    filled = np.full((len(valid), *values.shape[1:]), np.nan, dtype)
-    filled[valid] = values
+def _as_numpy(column: pa.Array, name: str, shape: Sequence[int]) -> Array:
+    """Return a column as an array, rows first: NaN for nulls, and None for nulls in text.
+
+    If all lists of a column are null, ``shape`` is the shape of a row.
+    """
+    column = without_decimals(column)
+    if not is_list(column.type):
+        if column.null_count and pa.types.is_boolean(column.type):
+            column = column.cast(pa.int8())
+        # A copy, because Arrow's memory is read-only.
+        return np.array(column.to_numpy(zero_copy_only=False))
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    elements = _as_numpy(column.flatten(), name, shape[1:])
+    count = int(valid.sum())
+    width = len(elements) // count if count else next(iter(shape), 0)
+    rows = elements.reshape(count, width, *elements.shape[1:])
+    if count == len(column):
+        return rows
+    dtype = rows.dtype if rows.dtype.kind == "f" else np.dtype(np.float64)
+    filled = np.full((len(column), *rows.shape[1:]), np.nan, dtype)
+    filled[valid] = rows
     return filled

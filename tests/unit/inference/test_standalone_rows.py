@@ -178,9 +178,10 @@ def test_single_rows_give_single_results(single: bool) -> None:
         found = read_table(rows, ["a", "b"], [], ())
         assert found.columns["a"].tolist() == [5, 6][: found.count]
         np.testing.assert_array_equal(found.columns["b"], B[1:][: found.count])
-        answer = found.to_result(
-            {name: column[: found.count] for name, column in made.items()}, None
-        )
+        predicted = {
+            n: (array[: found.count], array.shape[1:], DOUBLE) for n, array in made.items()
+        }
+        answer = found.result(predicted, keeps=True)
         answers = [answer] if single else answer
         assert [list(row) for row in answers] == [["p", "q"]] * found.count
         assert [row["p"] for row in answers] == [1, 2][: found.count]
