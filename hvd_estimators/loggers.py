@@ -62,11 +62,11 @@ class Logger(abc.ABC):
 
     @abc.abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Log the values of an epoch. Called after each epoch.
+        """Log the values of an epoch. Called once for each epoch of a fit.
 
-        Epochs after the newest checkpoint are repeated if ranks are relaunched or a run is resumed,
-        and logged again. At the end of a fit, an epoch that raised is logged once more. If the
-        ranks cannot reach the driver, all epochs are logged then, without the rates.
+        A run that is resumed repeats the epochs after its newest checkpoint, and logs them again.
+        At the end of a fit, an epoch that raised is logged once more. If the ranks cannot reach the
+        driver, all epochs are logged then, without the rates.
 
         Parameters
         ----------

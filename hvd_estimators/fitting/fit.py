@@ -501,7 +501,7 @@ class Fit:
                 ):
                     limit, least = settings.max_restarts, settings.min_num_proc
                     restarts = Restarts(run, spec, limit, least, record.restarted)
-                    handler = restarts.progress.handler(record.handler(shown))
+                    handler = record.handler(shown)
                     env = {
                         **({} if spec.use_gpu else HIDDEN),
                         **restarts.environment(),

@@ -321,7 +321,7 @@ class RunRecord:
             self._end_history(metrics)
         # Events do not arrive for certain, and a logger may have failed.
         done = self._run.epochs_done
-        self._loggers.log({r.epoch: measured(r) for r in history[done:]}, again=False)
+        self._loggers.log({r.epoch: measured(r) for r in history[done:]})
         if self._mlflow is not None and self._loggers.wait_for(self._mlflow):
             self._mlflow.log_model(model, rows, len(history) - 1)
 

@@ -32,7 +32,7 @@ from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
 from hvd_estimators.launch.relaunch import RelaunchLoop, summary
-from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
+from hvd_estimators.launch.service.events import Handler
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
@@ -146,49 +146,6 @@ def warming_up(
     return backend.warming_up(train_stored, (call,), env)
 
 
-class ProgressAcrossLaunches:
-    """Filter of the ranks' events that removes events from earlier launches.
-
-    Relaunched ranks repeat the training after the checkpoint that they resume from.
-
-    Attributes
-    ----------
-    newest : (int, int) or None
-        Latest epoch, from 0, and steps within it, as reported by the ranks of the current launch.
-        None before their first report.
-    """
-
-    def __init__(self) -> None:
-        self.newest: tuple[int, int] | None = None
-        self._reported: set[tuple[str, int]] = set()
-        self._reported_before: set[tuple[str, int]] = set()
-
-    def restart(self) -> None:
-        """Record that the ranks are relaunched."""
-        self.newest = None
-        self._reported_before = set(self._reported)
-
-    def handler(self, handler: Handler) -> Handler:
-        """Return a handler that passes only new events to another handler."""
-
-        def handle(event: Event) -> None:
-            if self._is_new(event):
-                handler(event)
-
-        return handle
-
-    def _is_new(self, event: Event) -> bool:
-        if not isinstance(event, (RankEpoch, RankProgress)):
-            return True
-        position = (event.epoch + 1, 0)
-        if isinstance(event, RankProgress) and not event.done:
-            position = (event.epoch, event.step)
-        else:
-            self._reported.add((event.kind, event.epoch))
-        self.newest = max(self.newest or (0, 0), position)
-        return (event.kind, event.epoch) not in self._reported_before
-
-
 @contextlib.contextmanager
 def ending_by_sigterm() -> Iterator[None]:
     """Raise `SystemExit` in the block on SIGTERM, which then ends the program.
@@ -239,11 +196,6 @@ class Restarts(RelaunchLoop):
         Minimum number of ranks; None for the number of the first launch.
     note : callable
         Called with the record of each restart.
-
-    Attributes
-    ----------
-    progress : ProgressAcrossLaunches
-        Progress of the ranks.
     """
 
     def __init__(
@@ -256,7 +208,6 @@ class Restarts(RelaunchLoop):
     ) -> None:
         timeout = seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
         super().__init__(least, None, timeout, "HOROVOD_ELASTIC_TIMEOUT")
-        self.progress = ProgressAcrossLaunches()
         self._run, self._spec, self._limit, self._note = run, spec, limit, note
         self._position, self._pauses = run.newest, _pauses()
         self._started = math.inf
@@ -316,7 +267,7 @@ class Restarts(RelaunchLoop):
                 time.sleep(_FIRST_PAUSE)
 
     def _lost_since(self, position: Position | None, launched: float) -> dict[str, Any]:
-        """Return the lost training: seconds since the checkpoint, and steps if known.
+        """Return the position to resume from, and the lost training in seconds.
 
         Parameters
         ----------
@@ -326,7 +277,7 @@ class Restarts(RelaunchLoop):
             Duration of the launch in seconds.
         """
         spec = self._spec
-        lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0, "steps": None}
+        lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0}
         if position is not None:
             lost["epoch"] = position.epoch
             lost["step"] = spec.data.batches_before(position.epoch, position.rows)
@@ -336,12 +287,6 @@ class Restarts(RelaunchLoop):
             if written is not None:
                 moment = datetime.datetime.now(datetime.UTC)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
-        newest = self.progress.newest
-        self.progress.restart()
-        if newest is not None and spec.verbose > 0:  # otherwise ranks report only epochs
-            epochs = newest[0] - lost["epoch"]
-            steps = epochs * spec.data.train_steps_per_epoch + newest[1] - lost["step"]
-            lost["steps"] = max(steps, 0)
         return lost
 
     def before_relaunch(self, num_ranks: int) -> None:
@@ -354,12 +299,11 @@ class Restarts(RelaunchLoop):
             source = "from the beginning of this fit, because the store keeps no checkpoints"
         else:
             source = "from the beginning, because the run has no checkpoint yet"
-        steps = "" if lost["steps"] is None else f"{lost['steps']} steps and "
         logger.warning(
             "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s: "
-            "%s%.1f s of training are lost.",
+            "%.1f s of training are lost.",
             *(spec.run.run_id, summary(error), num_ranks, number, self._limit),
-            *(source, steps, lost["seconds"]),
+            *(source, lost["seconds"]),
         )
         self._note(
             {
@@ -370,7 +314,6 @@ class Restarts(RelaunchLoop):
                 "error_type": error.error_type or None,
                 "num_ranks": num_ranks,
                 **{name: lost[name] for name in ("epoch", "step")},
-                "lost_steps": lost["steps"],
                 "lost_seconds": round(lost["seconds"], 3),
             }
         )

@@ -78,14 +78,11 @@ class RunLoggers:
         for thread in self._threads[len(started) :]:
             thread.call("start", self._run)
 
-    def log(self, epochs: Mapping[int, Mapping[str, float]], *, again: bool = True) -> None:
-        """Log the metrics of epochs, by name.
-
-        With ``again=False``, a logger gets only the epochs that it has not logged successfully.
-        """
+    def log(self, epochs: Mapping[int, Mapping[str, float]]) -> None:
+        """Log the metrics of epochs, by name; a logger gets each epoch until it has logged it."""
         for thread in self._threads:
             for epoch, metrics in epochs.items():
-                thread.log(epoch, metrics, again)
+                thread.log(epoch, metrics)
 
     def wait_for(self, entry: Logger) -> bool:
         """Wait for an optional logger's calls, and return whether they ended in time."""
@@ -149,9 +146,9 @@ class _LoggerThread:
         """Queue a call, and return its result as a future."""
         return self._put(method, lambda: getattr(self.logger, method)(*arguments))
 
-    def log(self, epoch: int, metrics: Mapping[str, float], again: bool) -> None:
+    def log(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Queue an epoch."""
-        self._put("log_metrics", functools.partial(self._log, epoch, metrics, again))
+        self._put("log_metrics", functools.partial(self._log, epoch, metrics))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the queued calls, and return whether they ended and the logger has started."""
@@ -169,8 +166,8 @@ class _LoggerThread:
         """Wait for the end of the thread, and return whether it has ended; True if ignored."""
         return self.is_ignored or self._calls.join(seconds)
 
-    def _log(self, epoch: int, metrics: Mapping[str, float], again: bool) -> None:
-        if again or epoch not in self._logged:
+    def _log(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        if epoch not in self._logged:
             self.logger.log_metrics(metrics, epoch)
             self._logged.add(epoch)
 

@@ -22,10 +22,9 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import Launch, ProgressAcrossLaunches, Restarts
+from hvd_estimators.fitting.restarts import Launch, Restarts
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
-from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
 
@@ -138,15 +137,12 @@ def test_transient_failures_are_retried(
     assert len(backend.launches) == 1 + is_retried
 
 
-def test_lost_ranks_are_relaunched_and_lost_steps_are_logged(
+def test_lost_ranks_are_relaunched_and_lost_training_is_logged(
     tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     fit = Fit(tmp_path, max_restarts=3)
 
     def trained() -> Any:
-        handle = fit.restarts.progress.handler(lambda event: None)
-        handle(RankEpoch(0, 0, []))
-        handle(RankProgress(0, 1, 3, 7, STEPS, 1.0))
         fit.checkpoint(1, step=4)
         return lost("stalled")
 
@@ -160,13 +156,9 @@ def test_lost_ranks_are_relaunched_and_lost_steps_are_logged(
         for number, how in enumerate(("was killed", "has stalled", "was lost"), 1)
     ]
     assert "from the beginning, because the run has no checkpoint yet" in lines[0]
-    assert "from the checkpoint of epoch 2, step 4: 3 steps and 0." in lines[1]
+    assert "from the checkpoint of epoch 2, step 4: 0." in lines[1]
     assert [note["cause"] for note in fit.notes] == ["killed", "stalled", "lost"]
-    assert [(note["epoch"], note["step"], note["lost_steps"]) for note in fit.notes] == [
-        (0, 0, None),
-        (1, 4, 3),
-        (1, 4, None),
-    ]
+    assert [(note["epoch"], note["step"]) for note in fit.notes] == [(0, 0), (1, 4), (1, 4)]
     # After a new checkpoint there is no pause, and the pauses start over.
     assert pauses == [1.0, 0.0, 1.0]
 
@@ -319,25 +311,6 @@ def test_relaunches_wait_for_an_unavailable_store(
     fit = Fit(tmp_path)
     assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError", is_transient=True))) == [2]
     assert answers == []
-
-
-def test_progress_is_not_shown_twice() -> None:
-    reached, handled = ProgressAcrossLaunches(), list[Event]()
-    handle = reached.handler(handled.append)
-    first = [
-        RankProgress(0, 0, 2, 3, STEPS, 1.0),
-        RankProgress(0, 0, 2, STEPS, STEPS, 1.0, done=True),
-        RankEpoch(0, 0, []),
-        RankProgress(0, 1, 2, 5, STEPS, 1.0),
-    ]
-    for event in first:
-        handle(event)
-    assert reached.newest == (1, 5)
-    reached.restart()
-    again = [*first, RankOutput(0, "hello\n"), RankEpoch(0, 1, [])]
-    for event in again:
-        handle(event)
-    assert handled == [*first, *again[3:]]
 
 
 def test_the_oldest_logs_of_ranks_are_deleted_and_other_files_stay(tmp_path: Path) -> None:

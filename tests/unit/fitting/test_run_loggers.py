@@ -75,11 +75,11 @@ def test_a_logger_gets_the_run_its_values_and_its_end(caplog: pytest.LogCaptureF
     # Ranks that are relaunched repeat an epoch.
     loggers.log(epochs(1))
     # The end has all epochs, and the logger lacks one.
-    loggers.log(epochs(0, 1, 2), again=False)
+    loggers.log(epochs(0, 1, 2))
     loggers.finish("finished")
     assert logger.calls == [
         ("start", run_from()),
-        *(("log_metrics", n, epochs(n)[n]) for n in (0, 1, 1, 2)),
+        *(("log_metrics", n, epochs(n)[n]) for n in (0, 1, 2)),
         ("finish", "finished"),
     ]
     assert threading.get_ident() not in logger.threads
@@ -165,7 +165,7 @@ def test_other_failures_are_warnings_and_a_slow_logger_delays_no_epoch(
     logger = Recorder("log_metrics", TimeoutError("no answer"))
     loggers = started(logger)
     loggers.log(epochs(0, 1))
-    loggers.log(epochs(0, 1), again=False)
+    loggers.log(epochs(0, 1))
     loggers.finish("finished")
     # Each epoch is tried twice, and one warning names the first failure.
     assert [call[1] for call in logger.calls if call[0] == "log_metrics"] == [0, 1, 0, 1]
