@@ -211,7 +211,7 @@ class Restarts(RelaunchLoop):
         self._run, self._spec, self._limit, self._note = run, spec, limit, note
         self._position, self._pauses = run.newest, _pauses()
         self._started = math.inf
-        self._lost: dict[str, Any] = {}
+        self._lost_seconds = 0.0
 
     def launch(self, backend: Backend, run: Callable[[Backend], list[Any]]) -> list[Any]:
         """Launch the ranks until a launch succeeds; see `RelaunchLoop.launch`."""
@@ -244,7 +244,7 @@ class Restarts(RelaunchLoop):
         position = self._newest()
         if position != self._position:
             self._position, self._pauses = position, _pauses(0.0)
-        self._lost = self._lost_since(position, launched)
+        self._lost_seconds = self._seconds_since(position, launched)
         time.sleep(max(next(self._pauses), self._leaving_pause()))
 
     def _leaving_pause(self) -> float:
@@ -266,35 +266,26 @@ class Restarts(RelaunchLoop):
                     raise error from self.failures[-1]
                 time.sleep(_FIRST_PAUSE)
 
-    def _lost_since(self, position: Position | None, launched: float) -> dict[str, Any]:
-        """Return the position to resume from, and the lost training in seconds.
-
-        Parameters
-        ----------
-        position : Position or None
-            The checkpoint to resume from.
-        launched : float
-            Duration of the launch in seconds.
-        """
-        spec = self._spec
-        lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0}
-        if position is not None:
-            lost["epoch"] = position.epoch
-            lost["step"] = spec.data.batches_before(position.epoch, position.rows)
-            written = None
-            with contextlib.suppress(OSError):  # the ranks will find out if the store is available
-                written = spec.store.modified(manifest_of(checkpoint_path(spec.run, position)))
-            if written is not None:
-                moment = datetime.datetime.now(datetime.UTC)
-                lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
-        return lost
+    def _seconds_since(self, position: Position | None, launched: float) -> float:
+        """Return the seconds since a checkpoint, and at most since the launch."""
+        if position is None:
+            return launched
+        written = None
+        with contextlib.suppress(OSError):  # the ranks will find out if the store is available
+            path = manifest_of(checkpoint_path(self._spec.run, position))
+            written = self._spec.store.modified(path)
+        if written is None:
+            return launched
+        moment = datetime.datetime.now(datetime.UTC)
+        return min(launched, max((moment - written).total_seconds(), 0.0))
 
     def before_relaunch(self, num_ranks: int) -> None:
         """Log and record a restart and the lost training."""
         error, number = self.failures[-1], len(self.failures)
-        spec, lost, position = self._spec, self._lost, self._position
+        spec, position, epoch, step = self._spec, self._position, 0, 0
         if position is not None:
-            source = f"from the checkpoint of epoch {lost['epoch'] + 1}, step {lost['step']}"
+            epoch, step = position.epoch, spec.data.batches_before(position.epoch, position.rows)
+            source = f"from the checkpoint of epoch {epoch + 1}, step {step}"
         elif spec.run.checkpoints_path is None:
             source = "from the beginning of this fit, because the store keeps no checkpoints"
         else:
@@ -303,7 +294,7 @@ class Restarts(RelaunchLoop):
             "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s: "
             "%.1f s of training are lost.",
             *(spec.run.run_id, summary(error), num_ranks, number, self._limit),
-            *(source, lost["seconds"]),
+            *(source, self._lost_seconds),
         )
         self._note(
             {
@@ -313,8 +304,9 @@ class Restarts(RelaunchLoop):
                 "cause": error.cause,
                 "error_type": error.error_type or None,
                 "num_ranks": num_ranks,
-                **{name: lost[name] for name in ("epoch", "step")},
-                "lost_seconds": round(lost["seconds"], 3),
+                "epoch": epoch,
+                "step": step,
+                "lost_seconds": round(self._lost_seconds, 3),
             }
         )
 
