@@ -25,7 +25,7 @@ from hvd_estimators.data.types import TextColumns
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
-from hvd_estimators.prepare.tables import find_table_files
+from hvd_estimators.prepare.tables import describe_table
 from hvd_estimators.store.base import Store, as_store
 
 STORE_SETTING = "spark.hvdEstimators.store"
@@ -177,13 +177,13 @@ def find_tables(
     names : sequence of str
         The columns that training needs.
     allow_text : bool or mapping
-        See `find_table_files`.
+        See `describe_table`.
 
     Raises
     ------
     ParamError
         If a parameter is invalid, if no rows are chosen, or if a file is chosen for both. See also
-        `find_table_files`.
+        `describe_table`.
     StoreError
         See `TableFiles.find`.
     """
@@ -200,9 +200,7 @@ def find_tables(
     store_at = functools.partial(store_of, own=own, name="table")
 
     def find(param: str) -> tuple[Store, TableFiles]:
-        found = find_table_files(
-            session, table, param, conditions[param], names, allow_text, store_at
-        )
+        found = find_in(param, conditions[param])
         if not found.files:
             raise ParamError(
                 f"{param}: found {conditions[param]!r}, by which the table {table} has no rows. "
@@ -219,6 +217,7 @@ def find_tables(
         return store, TableFiles.find(store, table, found.remedy, files, found.columns)
 
     with using_session(session), spark_job(current_cluster(), f"List the files of {table}"):
+        find_in = describe_table(session, table, names, allow_text, store_at)
         store, train = find("where")
         if validation_where is None:
             return ParquetFiles(store, train)

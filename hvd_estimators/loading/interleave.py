@@ -5,7 +5,6 @@ The order of the rows is the same for all readers and does not depend on the num
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import deque
@@ -96,32 +95,6 @@ class Prefetch(Generic[T]):
             with self._changed:
                 self._has_ended = True
                 self._changed.notify_all()
-
-
-class OnDemand(Generic[T]):
-    """Iterator that the calling thread reads, and that another thread may close meanwhile.
-
-    Parameters
-    ----------
-    source : generator
-        Read by one thread at a time.
-    """
-
-    def __init__(self, source: Generator[T, None, None]) -> None:
-        self._source = source
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        with self._lock:
-            return next(self._source)
-
-    def close(self) -> None:
-        """Close the source after the item that is being read."""
-        with self._lock:
-            self._source.close()
 
 
 PART_BYTES = 16 * 2**20
@@ -358,14 +331,8 @@ def interleave(
     read : callable
         Reads an element. Yields its tables, each with a flag for the last table of a slice.
     threads : int
-        Number of threads that read ahead; each has at most one unconsumed table. With 0, the
-        calling thread reads on demand.
+        Number of threads that read ahead; each has at most one unconsumed table.
     """
-    if not threads:
-        for group in groups:
-            with contextlib.closing(_Interleaver(group, read)) as interleaver:
-                yield from interleaver.parts()
-        return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hvd_estimators reader")
     interleavers: deque[_Interleaver[T]] = deque()
     try:
@@ -420,17 +387,6 @@ class _Interleaver(Generic[T]):
         else:
             self.ahead.appendleft((stream, pool.submit(next, stream, None)))
         return part
-
-    def parts(self) -> Iterator[T]:
-        """Read in the calling thread."""
-        while self._waiting:
-            stream = self._waiting[0]
-            for part, ends_slice in stream:
-                yield part
-                if ends_slice:
-                    self._waiting.append(stream)
-                    break
-            self._waiting.popleft()
 
     def close(self) -> None:
         """Close the open ranges. At this point, no thread is reading."""

@@ -66,12 +66,6 @@ class PetastormDataModule(PlannedDataModule):
             return
         passes = itertools.chain([first], passes)
         with self.open_files() as files:
-            if self.reader_pool_type == "dummy":
-                groups = (group for of_pass in passes for group in of_pass)
-                with contextlib.closing(_read(groups, files, 0)) as tables:
-                    for table, file in tables:
-                        yield table_to_columns(table, self.columns, file)
-                return
             # Interleaved row groups are read by one worker, which has its own threads.
             interleaved = any(len(group) > 1 for group in first)
             if not interleaved:
@@ -96,13 +90,15 @@ class PetastormDataModule(PlannedDataModule):
 def _read(
     groups: Iterator[InterleaveGroup], files: RangeFiles, threads: int
 ) -> Generator[tuple[pa.Table, str], None, None]:
-    """Yield the tables of groups, each with the file's path."""
+    """Yield the tables of groups, each with the file's path; without threads, one after another."""
 
     def read(each: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
         for table, ends_slice in read_tables(files, each):
             yield (table, each.row_range.file), ends_slice
 
-    return interleave(groups, read, threads)
+    if threads:
+        return interleave(groups, read, threads)
+    return (part for group in groups for each in group for part, _ in read(each))
 
 
 def _tables(

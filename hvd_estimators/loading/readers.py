@@ -32,7 +32,6 @@ from hvd_estimators.loading.collate import BoundedCollate, Collate, CollatedBatc
 from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
-    OnDemand,
     Prefetch,
     RangeRun,
     interleave,
@@ -243,7 +242,7 @@ class PlannedDataModule(ChunkedDataModule):
         read only on demand. Default: unknown, so that any pass is read ahead.
     reader_pool_type : {"thread", "process", "dummy"}
         Type of the worker pool. With "process", threads read and processes transform. With "dummy",
-        the calling thread reads and transforms.
+        a single thread reads.
     train_reader_worker_count, val_reader_worker_count : int
         Number of workers of the pool.
     transformation : Transformation, optional
@@ -312,7 +311,7 @@ class PlannedDataModule(ChunkedDataModule):
         self._in_memory: dict[int, Rows] = {}
         self.memory = BufferPool()
         self._lock = threading.Lock()
-        self._open: set[OnDemand[Batches] | Prefetch[Batches]] = set()
+        self._open: set[Prefetch[Batches]] = set()
         self._idle_pools: dict[int, list[TransformPool]] = {}
         self._is_closed = False
 
@@ -333,8 +332,7 @@ class PlannedDataModule(ChunkedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges, pass after pass, in the given order.
 
-        This method is called in a separate thread, unless the pool type is "dummy". It may read a
-        bounded number of bytes ahead.
+        This method is called in a separate thread. It may read a bounded number of bytes ahead.
 
         Parameters
         ----------
@@ -356,6 +354,8 @@ class PlannedDataModule(ChunkedDataModule):
 
     def num_threads(self, workers: int) -> int:
         """Return the number of threads that read: more for remote files, whose requests wait."""
+        if self.reader_pool_type == "dummy":
+            return 1
         is_local = self.store.local_path(self.train_dir) is not None
         return workers if is_local else workers + READ_AHEAD
 
@@ -476,14 +476,10 @@ class PlannedDataModule(ChunkedDataModule):
 
     def _ahead(self, chunks: Generator[Batches, None, None], name: str) -> Iterator[Batches]:
         """Produce chunks in a separate thread while earlier ones are used."""
-        source: OnDemand[Batches] | Prefetch[Batches]
         with self._lock:
             if self._is_closed:
                 return
-            if self.reader_pool_type == "dummy":
-                source = OnDemand(chunks)
-            else:
-                source = Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
+            source = Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
             self._open.add(source)
         try:
             yield from source
@@ -621,10 +617,7 @@ class ArrowDataModule(PlannedDataModule):
             for group in (join_small_ranges(of_pass, row_bytes) if joins else map(_apart, of_pass))
         )
         with self.open_files() as files:
-            if self.reader_pool_type == "dummy":
-                yield from interleave(groups, read, 0)
-            else:
-                yield from interleave(groups, read, self.num_threads(workers))
+            yield from interleave(groups, read, self.num_threads(workers))
 
 
 def _apart(group: InterleaveGroup) -> tuple[RangeRun, ...]:

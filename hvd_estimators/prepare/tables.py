@@ -51,16 +51,20 @@ class FoundFiles:
     remedy: str
 
 
-def find_table_files(
+Find = Callable[[str, "str | Column | None"], FoundFiles]
+"""Finds files of a table, given the name of a parameter, for messages, and its condition."""
+
+
+def describe_table(
     session: SparkSession,
     table: str,
-    param: str,
-    where: str | Column | None,
     names: Iterable[str],
     allow_text: TextColumns,
     store_at: Callable[[str], Store],
-) -> FoundFiles:
-    """Return the files that hold the rows of a table. One Spark job counts the rows of each file.
+) -> Find:
+    """Return a function that finds files of a table, which is described once.
+
+    One Spark job for each condition counts the rows of each file.
 
     Parameters
     ----------
@@ -68,10 +72,6 @@ def find_table_files(
         Knows the table.
     table : str
         Its name, or ``delta.`` and its path in backticks.
-    param : str
-        Name of the parameter with ``where``, for messages.
-    where : str or Column, optional
-        Chooses rows. Default: all rows.
     names : iterable of str
         The columns that training needs.
     allow_text : bool or mapping
@@ -82,19 +82,17 @@ def find_table_files(
     Raises
     ------
     ParamError
-        If Spark does not know the table or a column in ``where``. Also for views, for formats other
-        than Parquet and Delta, and for Delta tables that map columns.
+        If Spark does not know the table or, later, a column in a condition. Also for views, for
+        formats other than Parquet and Delta, and for Delta tables that map columns.
     ColumnError
         If a needed partition column has a type that is not supported for training.
     StoreError
         See `read_delta_log`, which replaces Spark's job where Spark lacks Delta.
     """
-    chosen = "" if where is None else f".where({where!r})"
-    remedy = f"Train on its DataFrame: fit(spark.table({table!r}){chosen})."
     by_path = _DELTA_PATH.fullmatch(table.strip())
     try:
         details, partitions = _describe(session, table)
-        _check_format(table, details, remedy)
+        _check_format(table, details)
         frame = session.table(table)
         fields = fields_by_name(frame)
     except (PySparkException, Py4JError) as error:
@@ -103,34 +101,40 @@ def find_table_files(
                 "table: expected the name of a table, or for a Delta table that this Spark cannot "
                 f"read, delta.`path`, found {table!r}, and Spark says: {_first_line(error)}"
             ) from error
-        return _find_in_log(session, by_path[1], param, where, names, allow_text, store_at)
-    if where is not None:
-        remedy = (
-            f"{param} may choose only whole files, such as partitions, and no file may have rows "
-            f"that the table hides. Change {param}, or train on the DataFrame: "
-            f"fit(spark.table({table!r}){chosen})."
-        )
-    elif details["Provider"].lower() == "delta":
-        remedy = (
-            "It hides the others by deletion vectors. Rewrite the files: REORG TABLE "
-            f"{table} APPLY (PURGE). Or train on the DataFrame: fit(spark.table({table!r}))."
-        )
+        return _log_of(session, by_path[1], names, allow_text, store_at)
     needed = [name for name in names if name in partitions]
     columns = _partition_columns((fields[name] for name in needed), allow_text)
-    try:
-        rows = frame if where is None else frame.where(where)
-        keys = [F.input_file_name(), *(F.col(quoted(name)) for name in needed)]
-        # Not by their names, because columns may have the same ones.
-        counted = rows.groupBy(*keys).count().toDF(*map(str, range(len(keys) + 1))).collect()
-    except AnalysisException as error:
-        raise _wrong_condition(table, param, where, error) from error
-    files = {
-        unquote(url): TableFile(count, dict(zip(needed, values, strict=True)))
-        for url, *values, count in counted
-    }
-    if "" in files:
-        raise ParamError(f"table: Spark reads {table!r} without naming its files. {remedy}")
-    return FoundFiles(files, columns, remedy)
+    is_delta = details["Provider"].lower() == "delta"
+
+    def find(param: str, where: str | Column | None) -> FoundFiles:
+        remedy = f"Train on its DataFrame: fit(spark.table({table!r}))."
+        if where is not None:
+            remedy = (
+                f"{param} may choose only whole files, such as partitions, and no file may have "
+                f"rows that the table hides. Change {param}, or train on the DataFrame: "
+                f"fit(spark.table({table!r}).where({where!r}))."
+            )
+        elif is_delta:
+            remedy = (
+                "It hides the others by deletion vectors. Rewrite the files: REORG TABLE "
+                f"{table} APPLY (PURGE). Or train on the DataFrame: fit(spark.table({table!r}))."
+            )
+        try:
+            rows = frame if where is None else frame.where(where)
+            keys = [F.input_file_name(), *(F.col(quoted(name)) for name in needed)]
+            # Not by their names, because columns may have the same ones.
+            counted = rows.groupBy(*keys).count().toDF(*map(str, range(len(keys) + 1))).collect()
+        except AnalysisException as error:
+            raise _wrong_condition(table, param, where, error) from error
+        files = {
+            unquote(url): TableFile(count, dict(zip(needed, values, strict=True)))
+            for url, *values, count in counted
+        }
+        if "" in files:
+            raise ParamError(f"table: Spark reads {table!r} without naming its files. {remedy}")
+        return FoundFiles(files, columns, remedy)
+
+    return find
 
 
 def _describe(session: SparkSession, table: str) -> tuple[dict[str, str], list[str]]:
@@ -146,7 +150,7 @@ def _describe(session: SparkSession, table: str) -> tuple[dict[str, str], list[s
     return details, [name for name, _ in below("# Partition Information")[1:]]
 
 
-def _check_format(table: str, details: Mapping[str, str], remedy: str) -> None:
+def _check_format(table: str, details: Mapping[str, str]) -> None:
     """Check that Parquet files store the rows of a table, under the names of its columns."""
     provider = details.get("Provider", "").lower()
     if not details or "VIEW" in details.get("Type", ""):
@@ -161,39 +165,45 @@ def _check_format(table: str, details: Mapping[str, str], remedy: str) -> None:
         return
     raise ParamError(
         f"table: expected a table of Parquet files, or a Delta table, but {table!r} {problem}. "
-        f"{remedy}"
+        f"Train on its DataFrame: fit(spark.table({table!r}))."
     )
 
 
-def _find_in_log(
+def _log_of(
     session: SparkSession,
     path: str,
-    param: str,
-    where: str | Column | None,
     names: Iterable[str],
     allow_text: TextColumns,
     store_at: Callable[[str], Store],
-) -> FoundFiles:
-    """Return the files of a Delta table that this Spark cannot read. ``where`` chooses files."""
+) -> Find:
+    """Return a function that finds files of a Delta table that this Spark cannot read.
+
+    A condition chooses files by their partition columns.
+    """
     store = store_at(path)
     root = store.get_full_path(path)
     log = read_delta_log(store, root)
-    files = {f"{root}/{name}": file for name, file in log.files.items()}
+    all_files = {f"{root}/{name}": file for name, file in log.files.items()}
     fields = {field.name: field for field in T.StructType.fromJson(json.loads(log.schema))}
-    partitions = list(next(iter(files.values())).values) if files else []
-    if where is not None and files:
-        key = T.StructField(unused_name("file", partitions), T.StringType())
-        schema = T.StructType([key, *(fields[name] for name in partitions)])
-        rows: Any = [(file, *found.values.values()) for file, found in files.items()]
-        try:
-            chosen = session.createDataFrame(rows, schema).where(where).select(key.name).collect()
-        except AnalysisException as error:
-            raise _wrong_condition(f"{path}, by its partition columns,", param, where, error) from (
-                error
-            )
-        files = {row[0]: files[row[0]] for row in chosen}
-    needed = (fields[name] for name in names if name in partitions)
-    return FoundFiles(files, _partition_columns(needed, allow_text), "Write the table again.")
+    partitions = list(next(iter(all_files.values())).values) if all_files else []
+    columns = _partition_columns((fields[n] for n in names if n in partitions), allow_text)
+
+    def find(param: str, where: str | Column | None) -> FoundFiles:
+        files = all_files
+        if where is not None and files:
+            key = T.StructField(unused_name("file", partitions), T.StringType())
+            schema = T.StructType([key, *(fields[name] for name in partitions)])
+            rows: Any = [(file, *found.values.values()) for file, found in files.items()]
+            try:
+                frame = session.createDataFrame(rows, schema).where(where)
+                chosen = frame.select(key.name).collect()
+            except AnalysisException as error:
+                by = f"{path}, by its partition columns,"
+                raise _wrong_condition(by, param, where, error) from error
+            files = {row[0]: files[row[0]] for row in chosen}
+        return FoundFiles(files, columns, "Write the table again.")
+
+    return find
 
 
 def _partition_columns(
