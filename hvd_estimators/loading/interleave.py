@@ -270,53 +270,6 @@ def mixed(
     return result
 
 
-_JOINED_RANGES = 16
-"""Maximum number of small ranges that are read as one."""
-
-_JOINED_BYTES = 2**20
-"""Maximum size in memory of the rows of ranges that are read as one."""
-
-
-RangeRun = tuple[RangeRead, ...]
-"""Ranges that are read one after another, as one."""
-
-
-def join_small_ranges(
-    groups: Iterable[InterleaveGroup], row_bytes: int
-) -> Iterator[tuple[RangeRun, ...]]:
-    """Join small ranges that follow each other, so that threads exchange fewer tables.
-
-    Parameters
-    ----------
-    groups : iterable of InterleaveGroup
-        The groups of a pass. Consumed lazily.
-    row_bytes : int
-        Size of a row in bytes.
-
-    Yields
-    ------
-    tuple of RangeRun
-        A group for `interleave`: either one run of several joined ranges, or several runs of one
-        range each.
-    """
-    run: list[RangeRead] = []
-    rows = 0
-    for group in groups:
-        added = sum(read.row_range.rows for read in group)
-        joins = len(group) == 1 and group[0].rows is None
-        fits = len(run) < _JOINED_RANGES and (rows + added) * row_bytes <= _JOINED_BYTES
-        if run and not (joins and fits):
-            yield (tuple(run),)
-            run, rows = [], 0
-        if joins:
-            run += group
-            rows += added
-        else:
-            yield tuple((read,) for read in group)
-    if run:
-        yield (tuple(run),)
-
-
 def interleave(
     groups: Iterator[Sequence[S]],
     read: Callable[[S], _Stream[T]],

@@ -16,14 +16,13 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.range_cache import RangeCache
-from hvd_estimators.data.remote_reads import READ_AHEAD, RangeFiles
+from hvd_estimators.data.remote_reads import READ_AHEAD, RangeFiles, RangeRead
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
@@ -33,9 +32,7 @@ from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
     Prefetch,
-    RangeRun,
     interleave,
-    join_small_ranges,
     mixed,
     one_per_group,
     read_tables,
@@ -597,31 +594,13 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def read(run: RangeRun) -> Generator[tuple[Columns, bool], None, None]:
-            if len(run) == 1:
-                file = run[0].row_range.file
-                for table, ends_slice in read_tables(files, run[0]):
-                    yield table_to_columns(table, self.columns, file), ends_slice
-                return
-            found = [table for read in run for table, _ in read_tables(files, read)]
-            # Files may have different types, such as large lists and lists.
-            for _, alike in itertools.groupby(found, key=lambda table: table.schema):
-                yield table_to_columns(pa.concat_tables(alike), self.columns), False
+        def read(each: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
+            for table, ends_slice in read_tables(files, each):
+                yield table_to_columns(table, self.columns, each.row_range.file), ends_slice
 
-        # Text can be large, and a file's path has its partitions.
-        joins = all(spec.kind not in ("text", "partition", "rows") for spec in self.columns)
-        row_bytes = sum(spec.row_bytes for spec in self.columns)
-        groups: Iterator[tuple[RangeRun, ...]] = (
-            group
-            for of_pass in passes
-            for group in (join_small_ranges(of_pass, row_bytes) if joins else map(_apart, of_pass))
-        )
+        groups = (group for of_pass in passes for group in of_pass)
         with self.open_files() as files:
             yield from interleave(groups, read, self.num_threads(workers))
-
-
-def _apart(group: InterleaveGroup) -> tuple[RangeRun, ...]:
-    return tuple((read,) for read in group)
 
 
 class CheckedDataModule(ChunkedDataModule):
