@@ -75,7 +75,7 @@ def test_credentials_that_expire_while_spark_writes(s3a: Any, spark: Any, valida
         store = Store.create(f"{bucket}/store", storage_options=options)
         frame = spark.range(100).select("id", F.col("id").alias("x"))
         expired = proxy.fault("ExpiredToken", matches=is_data, times=None)
-        told = r"(?s)Spark failed while it wrote .*token has expired.*credentials are valid"
+        told = r"(?s)Spark failed while it wrote .*token has expired.*valid credentials"
         prepared = functools.partial(
             prepare_data, 1, store, frame, ["id"], ["x"], validation=validation
         )
