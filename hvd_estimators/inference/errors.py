@@ -20,6 +20,8 @@ _OTHERS = (
 )
 """Parts of file names that mark code as not the user's."""
 
+_MOST_CHARS = 1000
+
 _OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|OOM|MemoryError|ResourceExhausted")
 
 
@@ -46,7 +48,10 @@ def naming_inputs(
     except HvdEstimatorsError:
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_raised_at(error)}"
+        text = str(error).strip()
+        if len(text) > _MOST_CHARS:  # TensorFlow's reason follows stacks of all its operations.
+            text = text.rpartition("\n\n")[2]
+        raised = f"{type(error).__name__}: {text.rstrip('.')}{_raised_at(error)}"
         expected = describe_expected() if describe_expected is not None else ""
         remedy = (
             "Set inference_batch_size to fewer rows, or lower "
