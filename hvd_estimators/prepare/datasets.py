@@ -178,8 +178,21 @@ def owner_path(store: Store, index: str) -> str:
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
     """Return all paths of a dataset, with the manifest's folder first and the lease record last."""
-    data = store.get_train_data_path(index), store.get_val_data_path(index)
-    return *data, split_path(store, index), owner_path(store, index)
+    train, val = store.get_train_data_path(index), store.get_val_data_path(index)
+    others = split_path(store, index), owner_path(store, index)
+    if val == store.get_val_data_path() and not _validates_in(store, index, val):
+        # A store with one folder for all datasets, as in horovod.spark's tests: what is there
+        # belongs to another one.
+        return train, *others
+    return train, val, *others
+
+
+def _validates_in(store: Store, index: str, path: str) -> bool:
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return False
+    return manifest.validation is not None and manifest.validation.path == path
 
 
 _own: dict[str, tuple[Store, weakref.ref[Heartbeat]]] = {}
@@ -262,13 +275,6 @@ def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
         ``write(index)`` writes the dataset.
     """
     index = uuid.uuid4().hex[:12]
-    for folder in (store.get_train_data_path, store.get_val_data_path):
-        if folder(index) == folder():
-            raise StoreError(
-                f"store: expected another folder for each dataset, found {folder()!r} for all. Let "
-                "get_train_data_path and get_val_data_path return a path that contains the index, "
-                "or train on existing files with fit_on_parquet()."
-            )
     _delete_orphans(store)
     heartbeat = Heartbeat(store, owner_path(store, index))
     _own[index] = store, weakref.ref(heartbeat)

@@ -73,18 +73,23 @@ def test_clearing_keeps_datasets_in_use(store):
 
 
 class OneFolder(LocalStore):
-    """Store that has one folder for all datasets, as a user may write it."""
+    """Store that has one folder for all datasets, as those of horovod.spark's own tests."""
+
+    def get_train_data_path(self, idx=None):
+        return super().get_train_data_path()
 
     def get_val_data_path(self, idx=None):
         return super().get_val_data_path()
 
 
-def test_a_store_with_one_folder_for_all_datasets_is_an_error(tmp_path):
+def test_a_store_with_one_folder_keeps_the_validation_rows_of_others(tmp_path):
     store = OneFolder(str(tmp_path))
-    message = "expected another folder .*intermediate_val_data' for all.* contains the index"
-    with pytest.raises(StoreError, match=message):
-        use(store, Writer(store))
-    assert folders(store) == []
+    other = f"{store.get_val_data_path()}/part-0.parquet"
+    store.write_text(other, "rows")
+    with acquire(store, Writer(store)) as index:
+        assert load_manifest(store, index).train.rows == 5
+    assert not store.exists(store.get_train_data_path())
+    assert store.exists(other)
 
 
 def test_only_folders_with_names_of_datasets_are_cleared(store):
