@@ -263,6 +263,23 @@ def _delete_own() -> None:
 at_exit(_delete_own)
 
 
+def _require_free_paths(store: Store, index: str) -> None:
+    """Check that there are no files yet if a user's store has one path for all datasets."""
+    path = store.get_train_data_path(index)
+    if path != store.get_train_data_path():
+        return
+    store.delete(split_path(store, index))
+    for folder in (path, store.get_val_data_path(index)):
+        if store.exists(folder):
+            raise StoreError(
+                f"there are files in {folder!r}, where the rows should be written, and the store "
+                "has one path for all datasets.",
+                param="store",
+                remedy="Delete or move these files, train on them with fit_on_parquet(), or let "
+                "get_train_data_path and get_val_data_path return other paths for each index.",
+            )
+
+
 @contextlib.contextmanager
 def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
     """Write a dataset, and yield its index. The dataset exists until the block ends.
@@ -276,6 +293,7 @@ def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
     """
     index = uuid.uuid4().hex[:12]
     _delete_orphans(store)
+    _require_free_paths(store, index)
     heartbeat = Heartbeat(store, owner_path(store, index))
     _own[index] = store, weakref.ref(heartbeat)
     try:

@@ -85,10 +85,13 @@ class OneFolder(LocalStore):
 def test_a_store_with_one_folder_keeps_the_validation_rows_of_others(tmp_path):
     store = OneFolder(str(tmp_path))
     other = f"{store.get_val_data_path()}/part-0.parquet"
-    store.write_text(other, "rows")
     with acquire(store, Writer(store)) as index:
         assert load_manifest(store, index).train.rows == 5
+        store.write_text(other, "rows")
     assert not store.exists(store.get_train_data_path())
+    assert store.exists(other)
+    with pytest.raises(StoreError, match=r"^store: there are files in .*intermediate_val_data'"):
+        use(store, Writer(store))
     assert store.exists(other)
 
 
