@@ -254,19 +254,23 @@ def _range(statistics: Any) -> Range | None:
         ends = statistics.min, statistics.max
     except NotImplementedError:
         return None  # for some types that hold no numbers
-    are_numbers = all(isinstance(e, (int, float, Decimal)) and math.isfinite(e) for e in ends)
-    return ends if are_numbers else None
+    for end in ends:
+        if not isinstance(end, (int, float, Decimal)) or not math.isfinite(end):
+            return None
+    return ends
 
 
 def joined(ranges: Sequence[Range | None]) -> Range | None:
     """Return the range of several ranges; None if one is unknown."""
-    known = [each for each in ranges if each is not None]
-    if not known or len(known) < len(ranges):
-        return None
-    lowest, highest = min(low for low, _ in known), max(high for _, high in known)
+    ends: Range | None = None
+    for each in ranges:
+        if each is None:
+            return None
+        ends = each if ends is None else (min(ends[0], each[0]), max(ends[1], each[1]))
     # The manifest is JSON, which has no decimals.
-    is_exact = isinstance(lowest, (int, float)) and isinstance(highest, (int, float))
-    return (lowest, highest) if is_exact else (int(lowest), int(highest))
+    if ends is None or (isinstance(ends[0], (int, float)) and isinstance(ends[1], (int, float))):
+        return ends
+    return int(ends[0]), int(ends[1])
 
 
 def _with_ranges(specs: Sequence[ColumnSpec], files: Iterable[_DataFile]) -> tuple[ColumnSpec, ...]:
