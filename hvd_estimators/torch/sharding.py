@@ -10,8 +10,11 @@ which takes a second, only for sharded fits.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
+
+_M_MMAP_THRESHOLD = -3
 
 MODES = ("none", "optimizer", "full")
 """Values of the param ``sharding``."""
@@ -126,6 +131,20 @@ def shard(
                 if before in optimizer.state:
                     state = optimizer.state.pop(before)
                     optimizer.state[part] = _parts_of(state, part)
+
+    if device.type == "cpu":
+        _return_freed_memory()
+    gc.collect()  # Cycles hold the whole parameters.
+
+
+def _return_freed_memory() -> None:
+    """Let glibc give the memory of a gathered layer back to the system when it is freed.
+
+    Otherwise, glibc keeps blocks of up to 32 MiB, which add up to the size of the model. The
+    parameter ``M_MMAP_THRESHOLD`` is described in mallopt(3).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def is_sharded(tensor: Any) -> bool:
