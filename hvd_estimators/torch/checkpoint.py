@@ -25,7 +25,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.sharding import gathered, sharded_weights
+from hvd_estimators.torch.sharding import gathered, is_sharded, sharded_weights
 from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
@@ -197,8 +197,7 @@ class RunCheckpoints:
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
             return False
         unequal = buffers.unequal(digests)
-        content = {**self.content(), "gradients": dict(gradients)}
-        content = gathered(content, keep=self._rank == 0)
+        content = self.whole_content(gradients=dict(gradients))
         if self._rank != 0:
             return True
         parts = {
@@ -219,12 +218,21 @@ class RunCheckpoints:
         self.writer.save(state, lambda file: save_state(saved, file), is_copy=batches > 0)
         return True
 
-    def content(self) -> dict[str, Any]:
-        """Return the states of module and optimizer, without copying them."""
-        return {
+    def whole_content(self, **further: Any) -> dict[str, Any]:
+        """Return the states of module and optimizer, and further values. Called by all ranks.
+
+        Ranks other than rank 0 get no whole tensors. Tensors that are not sharded are not copied.
+        """
+        is_needed = self._rank == 0
+        if not (is_needed or any(map(is_sharded, self._module.parameters()))):
+            return {}
+        content = {
             "model": self._module.state_dict(),
             **optimizer_content(self._optimizer, self._module),
+            **further,
         }
+        whole: dict[str, Any] = gathered(content, keep=is_needed)
+        return whole
 
     def _load(self) -> RunState | None:
         """Load the run's newest checkpoint, if there is one. Called by all ranks."""

@@ -46,7 +46,7 @@ from hvd_estimators.torch.serialization import (
     restore_optimizer,
     trained_file,
 )
-from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
+from hvd_estimators.torch.sharding import ShardingOptions, shard
 from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
@@ -276,7 +276,7 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         digests = weight_digests(self.original_module)
-        content = gathered(self.checkpoints.content(), keep=self.rank == 0)
+        content = self.checkpoints.whole_content()
         if self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
