@@ -14,7 +14,6 @@ from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.inference.classification import check_classes, class_scores
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module, reads_several
 from hvd_estimators.training.collectives_choice import choose_collectives
@@ -98,8 +97,7 @@ def check_collate(settings: Settings) -> None:
             "rows of one length. Transform the rows in a collate_fn."
         )
     module = settings.data_module
-    is_users = isinstance(module, type) and not issubclass(module, PlannedDataModule)
-    if settings.reads_itself or is_users:
+    if settings.reads_itself or not reads_several(module):
         raise ParamError(
             f"{name}: the data_module {module.__name__} makes its own batches. Leave {name} out, "
             "or set data_module to 'arrow' or 'petastorm'."

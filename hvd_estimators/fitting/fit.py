@@ -60,8 +60,7 @@ from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job, spread_over_tasks
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.loading.readers import PlannedDataModule
-from hvd_estimators.loading.spec import check_shards
+from hvd_estimators.loading.spec import check_shards, reads_several
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data
@@ -252,8 +251,7 @@ class Fit:
             validation_path = store.get_val_data_path()
         files = find_files(store, path, validation_path)
         module = self.settings.data_module
-        reads_one = isinstance(module, type) and not issubclass(module, PlannedDataModule)
-        if reads_one and max(len(files.train), len(files.validation)) > 1:
+        if not reads_several(module) and max(len(files.train), len(files.validation)) > 1:
             raise ParamError(
                 f"path: found {len(files.train)} paths for training and {len(files.validation)} "
                 f"for validation, and the data_module {module.__name__} reads one. Pass one "
@@ -269,7 +267,7 @@ class Fit:
                 f"validation: found {settings.validation!r}, but the files of a table are not "
                 "split. Choose the validation rows by validation_where, or leave validation out."
             )
-        if isinstance(module, type) and not issubclass(module, PlannedDataModule):
+        if not reads_several(module):
             raise ParamError(
                 f"data_module: {module.__name__} reads whole folders, which may hold files that "
                 f"are not part of the table {table!r}. Leave data_module out."

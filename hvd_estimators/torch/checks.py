@@ -11,6 +11,7 @@ import torch
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.checks import check_class_weight
+from hvd_estimators.loading.spec import reads_several
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized
@@ -171,6 +172,12 @@ def check_sharding(settings: TorchSettings) -> None:
                 f"{name}: found {settings.get(name)!r} with sharding={mode!r}, whose ranks compute "
                 f"and reduce together. Leave {name} out."
             )
+    if settings.validation is not None and not reads_several(settings.data_module):
+        raise ParamError(
+            f"data_module: found {settings.data_module.__name__} with sharding={mode!r}, whose "
+            "ranks validate together, and the class does not tell their numbers of batches. Leave "
+            "validation out, or set data_module to 'arrow' or 'petastorm'."
+        )
     if settings.precision == "fp16":
         raise ParamError(
             f"precision: found 'fp16' with sharding={mode!r}, which scales no gradients. Set "

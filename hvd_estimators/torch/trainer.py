@@ -500,7 +500,8 @@ class _Trainer:
             for _ in range(passes, self.val_passes):
                 # Ranks with more batches need this one to gather the layers.
                 assert self.last_batch is not None
-                self.objective.evaluate(self.module, self.last_batch)
+                with self.step.autocast():
+                    self.objective.evaluate(self.module, self.last_batch)
         return metric_sums
 
     def _save_checkpoint(self, batches: int = 0, metric_sums: MetricSums | None = None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.checks import check_sharding
 from hvd_estimators.torch.settings import TorchSettings
@@ -41,6 +42,10 @@ def test_the_entries_of_lists_are_gathered_one_after_another() -> None:
         ShardingOptions("full", ("Layre",)).layers_of(net)
 
 
+class Batches(DataModule):
+    """Batches of the user, of unknown numbers."""
+
+
 def test_values_without_parts_are_unchanged() -> None:
     weights = Net().state_dict()
     value = {"model": weights, "groups": [["a"], ("b", 1)]}
@@ -60,6 +65,7 @@ def test_values_without_parts_are_unchanged() -> None:
         ({"train_minibatch_fn": print}, "^train_minibatch_fn: found .*Leave"),
         ({"gradient_compression": mock.Mock()}, "^gradient_compression: found"),
         ({"batch_size_fn": len}, "^batch_size_fn: found"),
+        ({"data_module": Batches, "validation": True}, "^data_module: found Batches with sharding"),
         ({"precision": "fp16"}, "^precision: found 'fp16'.*bf16"),
         ({"loss": torch.nn.Linear(2, 1)}, "^loss: Linear has parameters.*part of the model"),
         ({"model": torch.compile(torch.nn.Linear(2, 2))}, "^model: found .*without torch.compile"),
