@@ -165,6 +165,31 @@ IN_TORCH: dict[str, dict[str, Any]] = {
 }
 
 
+def check_torch(
+    backend: Any,
+    store: Store,
+    paths: dict[int, str],
+    cell: tuple[str, str],
+    collectives: str = "torch",
+    net: torch.nn.Module | None = None,
+    **params: Any,
+) -> None:
+    """Fit a cell of the matrix, and compare the weights with one process."""
+    kind, situation = cell
+    net = net or Net(kind)
+    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
+    given = {
+        **exactness.settings(backend, store, kind, situation, collectives),
+        "column_dtypes": KINDS[kind].dtypes,
+        **IN_TORCH[kind],
+        **params,
+    }
+    model = estimator(
+        **given, model=net, optimizer=make_optimizer(net, KINDS[kind].rate)
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel()), backend.results, kind, situation)
+
+
 @pytest.mark.parametrize("collectives", COLLECTIVES)
 @pytest.mark.parametrize(
     ("kind", "situation"), cells(IN_TORCH, absent=["fewer ranks", "empty batch"])
@@ -172,17 +197,7 @@ IN_TORCH: dict[str, dict[str, Any]] = {
 def test_torch(
     ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
 ) -> None:
-    net = Net(kind)
-    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
-    given = {
-        **exactness.settings(ranks, store, kind, situation, collectives),
-        "column_dtypes": KINDS[kind].dtypes,
-        **IN_TORCH[kind],
-    }
-    model = estimator(
-        **given, model=net, optimizer=make_optimizer(net, KINDS[kind].rate)
-    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
-    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+    check_torch(ranks, store, paths, (kind, situation), collectives)
 
 
 LIMIT = 4
@@ -206,23 +221,13 @@ class NarrowNet(Net):
 def test_parts_of_batches(
     ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
 ) -> None:
-    net = NarrowNet(kind)
-    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
-    given = {
-        **exactness.settings(ranks, store, kind, situation, collectives),
-        "column_dtypes": KINDS[kind].dtypes,
-        **IN_TORCH[kind],
-    }
-    model = estimator(
-        **given,
-        model=net,
-        optimizer=make_optimizer(net, KINDS[kind].rate),
+    check_torch(
+        *(ranks, store, paths, (kind, situation), collectives, NarrowNet(kind)),
         batch_size_fn=lambda row: len(row["words"]),
         max_batch_size=LIMIT,
         reader_pool_type="process" if collectives == "horovod" else "thread",
         dry_run=False,
-    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
-    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+    )
 
 
 def stacked(rows: list[dict[str, Any]]) -> Any:
@@ -235,18 +240,12 @@ def stacked(rows: list[dict[str, Any]]) -> Any:
 def test_parts_with_losses_of_rows(
     ranks: Any, paths: Any, store: Store, kind: str, situation: str
 ) -> None:
-    net = Net(kind)
-    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
-    model = estimator(
-        **exactness.settings(ranks, store, kind, situation, "torch"),
-        **IN_TORCH[kind],
-        model=net,
-        optimizer=make_optimizer(net, KINDS[kind].rate),
+    check_torch(
+        *(ranks, store, paths, (kind, situation)),
         collate_fn=stacked,
         batch_size_fn=lambda row: 1 + (row["features"] > 0).sum(),
         max_batch_size=LIMIT,
-    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
-    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+    )
 
 
 SHARDED = cells(kind for kind in IN_TORCH if not KINDS[kind].own_step)
@@ -261,21 +260,11 @@ SHARDED = cells(kind for kind in IN_TORCH if not KINDS[kind].own_step)
     ],
 )
 def test_sharded(ranks: Any, paths: Any, store: Store, kind: str, situation: str) -> None:
-    net = Net(kind)
-    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
-    given = {
-        **exactness.settings(ranks, store, kind, situation, "auto"),
-        "column_dtypes": KINDS[kind].dtypes,
-        **IN_TORCH[kind],
-    }
-    model = estimator(
-        **given,
-        model=net,
-        optimizer=make_optimizer(net, KINDS[kind].rate),
+    check_torch(
+        *(ranks, store, paths, (kind, situation), "auto"),
         sharding="full",
         shard_modules=["Linear"],
-    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
-    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+    )
 
 
 class Module(LightningModule):
