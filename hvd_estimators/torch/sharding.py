@@ -11,7 +11,6 @@ which takes a second, only for sharded fits.
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
@@ -23,6 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.torch.tensors import map_tensors
 
 _M_MMAP_THRESHOLD = -3
 
@@ -169,17 +169,14 @@ def gathered(value: Any, keep: bool = True) -> Any:
     keep : bool
         Whether this rank needs the tensors; otherwise it gets None for each that is sharded.
     """
-    if is_sharded(value):
-        whole = value.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(value, dict):
-        # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
-        made = copy.copy(value)
-        made.update((name, gathered(entry, keep)) for name, entry in value.items())
-        return made
-    if type(value) in (list, tuple):
-        return type(value)(gathered(entry, keep) for entry in value)
-    return value
+
+    def whole(tensor: Any) -> Any:
+        if not is_sharded(tensor):
+            return tensor
+        made = tensor.full_tensor()
+        return made.cpu() if keep else None
+
+    return map_tensors(whole, value)
 
 
 def sharded_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -539,26 +539,35 @@ def with_form(
     return module(named) if form == "dict" else module(**named)
 
 
-def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
+def snapshot(value: Any) -> Any:
     """Return a copy of a value's dicts, lists and tuples, with copies of its tensors on the CPU.
 
     Tensors that share memory, such as tied weights of layers, share memory in the copy.
     """
-    memo = {} if memo is None else memo
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            return value.detach().to("cpu", copy=True)
-        position = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if position not in memo or not value.numel():
-            memo[position] = value.detach().to("cpu", copy=True)
+    memo: dict[Any, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)
+        position = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if position not in memo or not tensor.numel():
+            memo[position] = tensor.detach().to("cpu", copy=True)
         return memo[position]
+
+    return map_tensors(copied, value)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a copy of a value's dicts, lists and tuples, with a function applied to tensors."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
     if isinstance(value, dict):
         # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
         made = copy.copy(value)
-        made.update((key, snapshot(entry, memo)) for key, entry in value.items())
+        made.update((key, map_tensors(function, entry)) for key, entry in value.items())
         return made
     if type(value) in (list, tuple):
-        return type(value)(snapshot(entry, memo) for entry in value)
+        return type(value)(map_tensors(function, entry) for entry in value)
     return value
 
 
