@@ -6,15 +6,10 @@ Runs on the driver.
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import inspect
-import random
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
-
-import numpy as np
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
@@ -27,6 +22,7 @@ from hvd_estimators.params import DeclaredParams
 from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.collectives_choice import choose_collectives
+from hvd_estimators.training.horovod_session import seeded
 from hvd_estimators.training.spec import TrainSpec
 
 
@@ -95,7 +91,7 @@ class Framework(abc.ABC):
         model, arguments = map(estimator.getOrDefault, ("model", "model_args"))
         if cls.model_class is not None and is_function(model):
             seed = estimator.getOrDefault("random_seed")
-            with contextlib.nullcontext() if seed is None else seeded(seed):
+            with seeded(seed):
                 built = build("model", model, cls.model_class, **arguments)
             return estimator.copy({"model": built})
         if arguments:
@@ -268,22 +264,6 @@ class Fittable(DeclaredParams):
         metadata : mapping
             Dict of each column, by name; see `column_metadata`.
         """
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of Python, NumPy and an imported torch, and restore their states."""
-    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
-            if torch is not None:
-                torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 WEIGHT_REMEDY = "Divide the weights by a constant, or cast them to float or double."

@@ -68,10 +68,20 @@ def check_training(settings: LightningSettings) -> None:
                 f"{name}: a LightningModule brings its own. Leave {name} out, or train a plain "
                 "torch.nn.Module with TorchEstimator."
             )
+    if settings.only_trainable and settings.learning_rate is not None:
+        raise ParamError(
+            "learning_rate: with only_trainable, the function of the model sets it. Leave "
+            "learning_rate out, and pass the rate in model_args."
+        )
     _ = settings.column_shapes
     is_overridden = settings.flavor.get("utilities.model_helpers.is_overridden")
     if not is_overridden("configure_model", settings.model):
         reductions_of(settings.model, settings.buffer_reduction)
+    elif settings.only_trainable:
+        raise ParamError(
+            "only_trainable: the module makes layers in configure_model(), so the function of the "
+            "model does not tell which are frozen. Make them in the function."
+        )
     check_callbacks("callbacks", settings.callbacks)
     if not settings.model.automatic_optimization:
         passes = settings.trainer_args.get("accumulate_grad_batches", 1)

@@ -39,6 +39,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
+from hvd_estimators.torch.frozen_base import check_frozen, keep_only_trainable
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
@@ -83,6 +84,7 @@ class _Trainer:
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module: LightningModule = load_module(spec.module)
+        keep_only_trainable(self.module)
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
@@ -278,6 +280,7 @@ class _Trainer:
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digests = weight_digests(self.module)
+        check_frozen(self.module, digests)
         state: LocalFile | None = None
         if self.rank == 0:
             _load_best(self.trainer, self.module, self.checkpoint_io)

@@ -220,6 +220,13 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         default=False,
         convert=boolean,
     )
+    only_trainable = param(
+        "Whether checkpoints, the fitted model and its saved form hold only the parameters that "
+        "require gradients when model, a function, returns the module, and the buffers. The "
+        "function makes the frozen parameters again wherever the model is loaded.",
+        default=False,
+        convert=boolean,
+    )
     precision = param(
         "Precision of forward pass and loss in training: '32', 'bf16' or 'fp16' (with a gradient "
         "scaler), by torch.autocast. Parameters are 32-bit floats, and transform() uses these.",

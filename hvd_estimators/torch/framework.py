@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.framework import (
@@ -41,6 +42,7 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     with_any_size,
 )
+from hvd_estimators.torch.frozen_base import base_of, remember_function
 from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
@@ -72,13 +74,24 @@ class TorchFramework(Framework):
     )
     optional_run_settings = (
         *Framework.optional_run_settings,
-        *("loss_form", "class_weight", *STEP_PARAMS),
+        *("loss_form", "class_weight", "only_trainable", *STEP_PARAMS),
     )
     settings: TorchSettings
 
     @classmethod
     def with_objects(cls, estimator: Fittable) -> Fittable:
+        function, remembers = map(estimator.getOrDefault, ("model", "only_trainable"))
+        if remembers and not is_function(function):
+            raise ParamError(
+                f"only_trainable: the frozen weights are made again by a function, and model is a "
+                f"{type(function).__name__}. Set model to a function that returns the module, for "
+                "example with from_pretrained(), and optimizer to one that takes its parameters."
+            )
         estimator = super().with_objects(estimator)
+        if remembers:
+            arguments, seed = map(estimator.getOrDefault, ("model_args", "random_seed"))
+            built = plain_module(estimator.getOrDefault("model"))
+            remember_function(built, function, arguments, seed)
         model, optimizer = map(estimator.getOrDefault, ("model", "optimizer"))
         if isinstance(model, torch.nn.Module) and is_function(optimizer):
             built = build("optimizer", optimizer, torch.optim.Optimizer, model.parameters())
@@ -261,6 +274,7 @@ def _model_fingerprint(
         Whether a param replaces the optimizer's learning rate.
     """
     module = plain_module(module)
+    base = base_of(module)
     identity: dict[str, Any] = {
         "class": named(type(module)),
         # Remove memory addresses, which may appear for functions among a module's attributes.
@@ -271,6 +285,8 @@ def _model_fingerprint(
             if isinstance(value, torch.Tensor)
         ],
     }
+    if base is not None:
+        identity["frozen weights"] = base.digest
     if optimizer is not None:
         # The param that replaces the optimizer's rate is one of the run settings.
         left_out = {"params", "initial_lr"} | ({"lr"} if other_rate else set())

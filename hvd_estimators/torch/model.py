@@ -25,6 +25,7 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
+from hvd_estimators.torch.frozen_base import kept_weights
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.objective_args import objective_of
 from hvd_estimators.torch.onnx import Call, export_onnx
@@ -252,7 +253,10 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **sizes}
 
     def _extra_files(self) -> dict[str, bytes]:
-        """Return the weights as a plain ``torch.save`` file, for use without this package."""
+        """Return the weights as a plain ``torch.save`` file, for use without this package.
+
+        With ``only_trainable``, the file lacks the frozen weights.
+        """
         weights = io.BytesIO()
-        save_state(plain_module(self.getOrDefault("model")).state_dict(), weights)
+        save_state(kept_weights(plain_module(self.getOrDefault("model"))), weights)
         return {"weights.pt": weights.getvalue()}

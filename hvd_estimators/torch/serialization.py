@@ -13,6 +13,7 @@ import importlib
 import inspect
 import io
 import logging
+import operator
 import os
 import pickle
 import sys
@@ -30,6 +31,13 @@ from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.torch.frozen_base import (
+    FrozenBase,
+    base_of,
+    kept_weights,
+    parts_of_bases,
+    remade,
+)
 from hvd_estimators.torch.sharding import sharded_optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -47,15 +55,25 @@ class Pickler(cloudpickle.Pickler):
     - Parametrized modules (``weight_norm``, ``spectral_norm``) have a generated class that raises.
     - TorchScript is saved as TorchScript.
     - torch drops the attributes of optimizers that it does not know.
+    - A function makes a module's frozen weights again, see `frozen_base`.
     """
 
     shared: Mapping[int, tuple[str, str]] = {}
     """Module and variable of objects that the receiver imports, by id."""
 
+    is_whole: bool = False
+    """True to pickle frozen weights, too."""
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[int, tuple[torch.nn.Module, str]]:
+        return {} if self.is_whole else parts_of_bases()
+
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if id(obj) in self.shared:
             return _variable, self.shared[id(obj)]
+        if id(obj) in self._parts:
+            return _part, self._parts[id(obj)]
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
@@ -68,6 +86,9 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_module(self, module: torch.nn.Module) -> Any:
+        base = None if self.is_whole else base_of(module)
+        if base is not None:
+            return _remade, (base, kept_weights(module))
         if isinstance(module, torch.jit.ScriptModule):
             buffer = io.BytesIO()
             torch.jit.save(module, buffer)
@@ -90,6 +111,16 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _variable(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
+
+
+def _part(module: torch.nn.Module, name: str) -> Any:
+    return operator.attrgetter(name)(module)
+
+
+def _remade(base: FrozenBase, weights: Mapping[str, Any]) -> torch.nn.Module:
+    module = plain_module(base.make())
+    remade(base, module, weights)
+    return module
 
 
 def _itself(value: T) -> T:
@@ -200,14 +231,16 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
                 )
 
 
-def dump_module(module: Any) -> bytes:
+def dump_module(module: Any, is_whole: bool = False) -> bytes:
     """Serialize a module, or a tuple of objects that share one, by value.
+
+    With ``is_whole``, the weights include frozen ones that a function could make again.
 
     After loading, a ``torch.compile`` module is compiled again at its first call, with the same
     options.
     """
     buffer = io.BytesIO()
-    _write(module, buffer)
+    _write(module, buffer, is_whole=is_whole)
     return buffer.getvalue()
 
 
@@ -271,11 +304,11 @@ def load_module(
     )
 
 
-def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
+def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = (), is_whole: bool = False) -> None:
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
     variables = {key: variable for key, variable in found if variable is not None}
-    kind = type("SharingPickler", (Pickler,), {"shared": variables})
+    kind = type("SharingPickler", (Pickler,), {"shared": variables, "is_whole": is_whole})
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -362,7 +395,7 @@ def copied(value: T) -> T:
     Unlike `copy.deepcopy`, this function copies functions and classes of scripts, modules with
     computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
-    loaded: T = load_module(dump_module(value), unpickler=_Copier)
+    loaded: T = load_module(dump_module(value, is_whole=True), unpickler=_Copier)
     return loaded
 
 
@@ -526,8 +559,8 @@ def trained_file(
         return local
     except Exception as error:
         failure = error
-    weights = plain_module(module).state_dict()
-    if weights.keys() != plain_module(given()).state_dict().keys():
+    weights = kept_weights(plain_module(module))
+    if weights.keys() != kept_weights(plain_module(given())).keys():
         raise failure
     # The user's extra state may be of any type.
     weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}

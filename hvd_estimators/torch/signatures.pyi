@@ -38,6 +38,7 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     sharding: Literal["none", "optimizer", "full"] | None
     shard_modules: str | Iterable[str] | None
     activation_checkpointing: bool | None
+    only_trainable: bool | None
     precision: Literal["32", "bf16", "fp16"] | None
 
 class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
@@ -49,13 +50,13 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
     getLrSchedulerInterval = getSharding = getShardModules = getter
-    getActivationCheckpointing = getPrecision = getter
+    getActivationCheckpointing = getOnlyTrainable = getPrecision = getter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
     setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
     setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
     setLrSchedulerInterval = setSharding = setShardModules = setter
-    setActivationCheckpointing = setPrecision = setter
+    setActivationCheckpointing = setOnlyTrainable = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     model: torch.nn.Module | None

@@ -29,6 +29,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
+from hvd_estimators.torch.frozen_base import check_frozen, keep_only_trainable
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
@@ -106,6 +107,8 @@ def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
     """
     try:
         objects: TrainedObjects = load_module(file)
+    except ParamError:
+        raise
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ParamError(
             "model, optimizer, loss, metrics, callbacks or stateful: an object was pickled on the "
@@ -113,6 +116,7 @@ def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
             "object on the ranks, such as in a callback's on_train_begin(), or give its class a "
             "__reduce__() that recreates it."
         ) from error
+    keep_only_trainable(plain_module(objects.module))
     for buffer in objects.module.buffers():
         # Unlike Module.to(), this keeps the tensor, which other objects may refer to.
         buffer.data = buffer.data.to(device)
@@ -276,6 +280,7 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         digests = weight_digests(self.original_module)
+        check_frozen(self.original_module, digests)
         content = self.checkpoints.whole_content()
         if self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +130,25 @@ def seed_rank(seed: int, rank: int, epoch: int = 0) -> int:
     random.seed(own)
     np.random.seed(own)
     return own
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed the random numbers of Python, NumPy and an imported torch, and restore their states.
+
+    With None, the block continues with the states from before.
+    """
+    if seed is None:
+        yield
+        return
+    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
+            if torch is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,162 @@
+"""Modules whose frozen weights a function makes again, so files hold the other weights alone.
+
+With ``only_trainable``, `remember_function` records the function that made a module. A pickled
+module is then the function, with the weights and buffers that training may change. Loading it calls
+the function, and compares the frozen weights by a digest. Used on the driver, on ranks and by
+predictors. The modules here are plain ones, see `plain_module`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.training.horovod_session import seeded
+from hvd_estimators.training.spec import combined_digest, weight_digest
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """Function that makes a module with its frozen weights.
+
+    Attributes
+    ----------
+    function : callable
+        Returns the module.
+    arguments : mapping
+        Keyword arguments of the function.
+    seed : int or None
+        Seed of its random numbers.
+    digest : str
+        Digest of the frozen weights.
+    """
+
+    function: Callable[..., torch.nn.Module]
+    arguments: Mapping[str, Any]
+    seed: int | None
+    digest: str = ""
+
+    def make(self) -> torch.nn.Module:
+        """Return a new module."""
+        with seeded(self.seed):
+            return self.function(**self.arguments)
+
+
+_BASES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[FrozenBase, frozenset[str]]]
+_BASES = weakref.WeakKeyDictionary()
+
+
+def remember_function(
+    module: torch.nn.Module,
+    function: Callable[..., torch.nn.Module],
+    arguments: Mapping[str, Any],
+    seed: int | None,
+) -> FrozenBase:
+    """Record the function that has just made a module, and return it with the digest."""
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = frozenset(name for name, value in named if not value.requires_grad)
+    digests = {
+        name: weight_digest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for name, value in module.named_parameters()
+        if name in frozen
+    }
+    base = FrozenBase(function, arguments, seed, combined_digest(digests))
+    _BASES[module] = base, frozen
+    return base
+
+
+def base_of(module: torch.nn.Module) -> FrozenBase | None:
+    """Return the function that makes a module again; None for a module that is pickled whole."""
+    return _BASES[module][0] if module in _BASES else None
+
+
+def parts_of_bases() -> dict[int, tuple[torch.nn.Module, str]]:
+    """Return module and name of each part (layer, parameter or buffer) of these modules, by id."""
+    return {
+        id(part): (module, name)
+        for module in list(_BASES)
+        for named in (module.named_modules, module.named_parameters, module.named_buffers)
+        for name, part in named()
+        if name
+    }
+
+
+def kept_weights(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's ``state_dict()`` without the weights that a function makes again."""
+    state: dict[str, Any] = module.state_dict()
+    if module in _BASES:
+        _leave_out_frozen(module, state)
+    return state
+
+
+def remade(base: FrozenBase, module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load `kept_weights` into a module that the function has made again, and remember this.
+
+    Raises
+    ------
+    ParamError
+        If the function has made other frozen weights, or another module.
+    """
+    found = remember_function(module, base.function, base.arguments, base.seed)
+    if found.digest != base.digest or kept_weights(module).keys() != weights.keys():
+        raise ParamError(
+            "model: the function has made other frozen weights, or other layers, than for the fit. "
+            "Let the function load them from a file that does not change, which every machine can "
+            "read."
+        )
+    module.load_state_dict(weights, strict=False)
+
+
+def keep_only_trainable(module: torch.nn.Module) -> None:
+    """Let ``state_dict()`` leave the frozen weights out, and ``load_state_dict()`` need none.
+
+    Runs on the ranks, so a checkpoint, a callback and a broadcast see the other weights only.
+    """
+    if module in _BASES:
+        module.register_state_dict_post_hook(_leave_out_frozen)
+        module.register_load_state_dict_post_hook(_ignore_frozen)
+
+
+def _leave_out_frozen(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str = "", metadata: Any = None
+) -> None:
+    names = _BASES[module][1]
+    for name, value in module.named_parameters():
+        if name in names and value.requires_grad:
+            raise ParamError(
+                f"only_trainable: the parameter {name!r} was frozen when the function made the "
+                "model, and now requires gradients. Let the function make it trainable, or leave "
+                "it frozen."
+            )
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _ignore_frozen(module: torch.nn.Module, keys: Any) -> None:
+    names = _BASES[module][1]
+    # A compiled module's names have a prefix.
+    missing = [name for name in keys.missing_keys if name.removeprefix("_orig_mod.") not in names]
+    keys.missing_keys[:] = missing
+
+
+def check_frozen(module: torch.nn.Module, digests: Mapping[str, str]) -> None:
+    """Check that training has not changed the frozen weights, by the digests of all weights.
+
+    Raises
+    ------
+    ParamError
+        If training has changed one.
+    """
+    if module in _BASES:
+        base, names = _BASES[module]
+        frozen = {name: digest for name, digest in digests.items() if name in names}
+        if combined_digest(frozen) != base.digest:
+            raise ParamError(
+                "only_trainable: training has changed parameters that require no gradients, which "
+                "the fitted model would not have. Leave only_trainable out."
+            )
