@@ -51,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
         "if a check fails.",
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.add_argument(
+        "--parameters",
+        type=lambda text: _positive(str(int(float(text)))),
+        metavar="N",
+        help="print the memory that a torch model of N parameters, such as 7e9, needs on each of "
+        "--num-proc processes, and check nothing",
+    )
     _add_cluster_options(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
@@ -166,6 +173,11 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.parameters:
+        from hvd_estimators.training.memory import describe_memory
+
+        print(describe_memory(options.parameters, options.num_proc or 1))
+        return 0
     if options.cluster:
         return _doctor_of_cluster(options)
     from hvd_estimators.commands import doctor

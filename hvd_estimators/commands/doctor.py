@@ -115,11 +115,18 @@ def run_python(code: str, *, seconds: float, what: str = "process") -> str:
         If the program failed or did not end in time. The message has the last line of its output.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        with _process(python_code(code), output, errors) as process:
-            try:
-                status = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                raise ProbeError(f"{what} did not end in {seconds:g} s") from None
+        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+        process = subprocess.Popen(python_code(code), env=env, start_new_session=True, **streams)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ProbeError(f"{what} did not end in {seconds:g} s") from None
+        finally:
+            # It may have started others.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if status:
             raise ProbeError(f"{what} failed: {_last_line(errors) or f'exit status {status}'}")
         return _last_line(output)
@@ -193,27 +200,6 @@ def _sum_with_torch(module: str) -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return float(tensor)
-
-
-@contextlib.contextmanager
-def _process(
-    command: Sequence[str], output: IO[str], errors: IO[str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run Python in a separate process group, which is killed when the block ends."""
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _last_line(file: IO[str]) -> str:
