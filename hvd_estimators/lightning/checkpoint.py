@@ -48,6 +48,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
+from hvd_estimators.torch.sharding import gathered, sharded_weights
 from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state
@@ -207,7 +208,8 @@ class RunCheckpoint(Callback):
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
         self.buffers.start(self._loaded.pop(_BASES, {}))
-        _averager(trainer).restore_gradients(self._loaded.pop(_GRADIENTS, {}))
+        gradients = sharded_weights(pl_module, self._loaded.pop(_GRADIENTS, {}))
+        _averager(trainer).restore_gradients(gradients)
         self._steps = steps_taken(trainer)
         if self.restored is not None and not self.restored.rows:
             # With max_steps Lightning would resume the completed epoch.
@@ -274,7 +276,7 @@ class RunCheckpoint(Callback):
         gradients = self._gradients
         if gradients is None:
             gradients = _averager(trainer).unused_gradients()
-        checkpoint[_GRADIENTS] = snapshot(gradients)
+        checkpoint[_GRADIENTS] = gathered(snapshot(gradients))
         return checkpoint
 
     def _write(

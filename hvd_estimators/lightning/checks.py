@@ -6,6 +6,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer_args import (
+    as_list,
     check_callbacks,
     check_module,
     check_objects,
@@ -26,10 +27,6 @@ _OF_LIGHTNING = {
     "lr_scheduler": "a scheduler in the module's configure_optimizers()",
     "lr_scheduler_interval": "the scheduler's interval in configure_optimizers()",
     "loggers": "logger, to Lightning's own such as its WandbLogger",
-    **dict.fromkeys(
-        ("sharding", "shard_modules", "activation_checkpointing"),
-        "nothing: a LightningModule is not sharded yet",
-    ),
     "precision": "trainer_args={'precision': 'bf16-mixed'} or '16-mixed'",
 }
 """Params of TorchEstimator for which Lightning has its own settings."""
@@ -74,8 +71,7 @@ def check_training(settings: LightningSettings) -> None:
             "learning_rate out, and pass the rate in model_args."
         )
     _ = settings.column_shapes
-    is_overridden = settings.flavor.get("utilities.model_helpers.is_overridden")
-    if not is_overridden("configure_model", settings.model):
+    if not settings.makes_layers_on_ranks:
         reductions_of(settings.model, settings.buffer_reduction)
     elif settings.only_trainable:
         raise ParamError(
@@ -83,6 +79,8 @@ def check_training(settings: LightningSettings) -> None:
             "model does not tell which are frozen. Make them in the function."
         )
     check_callbacks("callbacks", settings.callbacks)
+    if settings.sharding != "none":
+        _check_sharding(settings)
     if not settings.model.automatic_optimization:
         passes = settings.trainer_args.get("accumulate_grad_batches", 1)
         if passes > 1:
@@ -103,3 +101,27 @@ def check_training(settings: LightningSettings) -> None:
     check_objects(settings.logger, settings.profiler)
     check_trainer_args(settings.trainer_args, settings.flavor, settings.callbacks)
     check_module(settings.model, settings.flavor)
+
+
+def _check_sharding(settings: LightningSettings) -> None:
+    """Check that Lightning's part of a fit works on parts of the parameters."""
+    mode = f"sharding={settings.sharding!r}"
+    if not settings.model.automatic_optimization:
+        raise ParamError(
+            f"model: found manual optimization with {mode}, which gathers parameters for whole "
+            "steps. Set automatic_optimization=True, or leave sharding out."
+        )
+    precision = settings.trainer_args.get("precision")
+    if precision in ("16-mixed", "16", 16):
+        raise ParamError(
+            f"trainer_args: found precision={precision!r} with {mode}, which scales no gradients. "
+            "Set 'bf16-mixed' or '32'."
+        )
+    callbacks = [*settings.callbacks, *as_list(settings.trainer_args.get("callbacks"))]
+    for callback in callbacks:
+        for kind in ("StochasticWeightAveraging", "WeightAveraging"):
+            if kind in {base.__name__ for base in type(callback).__mro__}:
+                raise ParamError(
+                    f"callbacks: found a {type(callback).__name__} with {mode}, which copies a "
+                    "whole module. Leave the callback or sharding out."
+                )

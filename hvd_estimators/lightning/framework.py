@@ -132,6 +132,12 @@ class LightningFramework(TorchFramework):
         if not settings.reads_itself:
             common.data.require_rows_in_batches("model: a LightningModule")
             common.data.require_validation_rows()
+        if settings.sharding != "none" and common.data.num_shards % common.data.num_ranks:
+            raise ParamError(
+                f"num_proc: found {common.data.num_ranks} processes for a run that began with "
+                f"{common.data.num_shards}. With sharding={settings.sharding!r}, all processes "
+                "compute equally often. Set num_proc to a divisor."
+            )
         trainer_args = settings.trainer_args
         by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
         common = replace(
@@ -157,6 +163,7 @@ class LightningFramework(TorchFramework):
             module=module_file(with_learning_rate(settings.model, settings.learning_rate)),
             collectives=self.collectives,
             objects=cloudpickle.dumps(objects),
+            sharding=settings.sharding_options,
             form=BatchForm(settings.column_dtypes, settings.column_shapes),
             log_every_n_steps=settings.log_every_n_steps,
             users_data={

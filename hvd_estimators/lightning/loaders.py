@@ -277,6 +277,11 @@ class ValidationLoader(_Loader):
         Batches of a pass; at most these if the data module does not know its own number.
     device : torch.device or str
         The device of the batches.
+
+    Attributes
+    ----------
+    is_equal : bool
+        Whether all ranks have as many batches.
     """
 
     def __init__(
@@ -290,7 +295,9 @@ class ValidationLoader(_Loader):
         super().__init__(form, steps if known is None else known)
         self._data = data
         self._device = device
-        self._shared = min(exchange.gather(len(self), "validation_batches"))
+        counts = exchange.gather(len(self), "validation_batches")
+        self._shared = min(counts)
+        self.is_equal = self._shared == max(counts)
 
     def __iter__(self) -> Iterator[Any]:
         with contextlib.closing(self._batches()) as batches:

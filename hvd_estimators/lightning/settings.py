@@ -33,6 +33,12 @@ class LightningSettings(TorchSettings):
     def metric_names(self) -> list[str] | None:
         return None  # modules and callbacks can log any name
 
+    @property
+    def makes_layers_on_ranks(self) -> bool:  # type: ignore[override]
+        return bool(
+            self.flavor.get("utilities.model_helpers.is_overridden")("configure_model", self.model)
+        )
+
     @cached_property
     def flavor(self) -> Flavor:
         """The Lightning package that the user's objects belong to."""

@@ -42,6 +42,7 @@ from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
+from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class HorovodStrategy(DDPStrategy):
     weighs_by_batch = True
     # Whether all ranks run the current step.
     _communicates = True
+    # How the ranks share the parameters, if they do.
+    _sharding: ShardingOptions | None = None
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> HorovodStrategy:
@@ -227,6 +230,12 @@ class HorovodStrategy(DDPStrategy):
         with averager.averaging(accumulate=self._blocked):
             if is_counted:
                 self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            elif self._sharding is not None:
+                raise ParamError(
+                    "model: the loss of a batch without counted elements is not a number. With "
+                    "sharding, all processes compute gradients together: return 0.0 times a sum "
+                    "of the outputs as the loss of such a batch."
+                )
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -409,6 +418,8 @@ class WeightedStrategy(HorovodStrategy):
         See `TrainLoader`.
     batches_between_stops : int
         See `agree_on_stopping`.
+    sharding : ShardingOptions or None
+        How the ranks share the parameters; None: each rank has them all.
     **kwargs
         See `HorovodStrategy`.
     """
@@ -422,9 +433,11 @@ class WeightedStrategy(HorovodStrategy):
         buffers: BufferReducer,
         by_batch: bool = False,
         batches_between_stops: int = 1,
+        sharding: ShardingOptions | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._sharding = sharding
         self.weighs_by_batch = by_batch
         self.outputs: list[tuple[Any, int]] = []
         # Rows of this rank in the running epoch, of validation and of training.
@@ -465,6 +478,49 @@ class WeightedStrategy(HorovodStrategy):
             # The estimator's ranks agree on signals themselves.
             patch = patch_attribute(loop, "_broadcast_sigterm_tensor", _do_nothing)
             self._undo.enter_context(patch)
+
+    def model_to_device(self) -> None:
+        """Move the module to the device, unless the ranks share it: a GPU may hold a part only."""
+        if self._sharding is None:
+            super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Give all ranks the weights of rank 0, and each rank its part, if they share them."""
+        super().configure_ddp()
+        module = self.lightning_module
+        if self._sharding is None or module is None:
+            return
+        shard(module, [], self._sharding, self.root_device)
+        # A step may use parameters outside of layers after it has called the module.
+        root: Any = module
+        root.set_reshard_after_forward(False, recurse=False)
+        for name in ("training_step", "validation_step"):
+            step = _called_as_forward(module, getattr(module, name))
+            self._undo.enter_context(patch_attribute(module, name, step))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's whole state on rank 0."""
+        return self._whole(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0."""
+        return self._whole(super().optimizer_state(optimizer))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._sharding is None:
+            return state
+        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
+        return whole
+
+    def teardown(self) -> None:
+        """Remove the strategy's changes. Parts stay on their device, where they are gathered."""
+        if self._sharding is None or self.lightning_module is None:
+            super().teardown()
+            return
+        optimizers, self.optimizers = self.optimizers, []
+        with patch_attribute(self.lightning_module, "cpu", _do_nothing):
+            super().teardown()
+        self.optimizers = optimizers
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step on the batch of the rank's first shard."""
@@ -516,9 +572,11 @@ class WeightedStrategy(HorovodStrategy):
         rows = 1 if self._train is None else self._train.rows
         named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
         self.outputs.append((named, rows))
-        if self._shards.passes > 1 and named.get("loss") is None:
+        is_one_of_several = self._shards.passes > 1 or self._sharding is not None
+        if is_one_of_several and named.get("loss") is None:
             raise RuntimeError(
-                "training_step returned no loss, and this process has several batches in a step. "
+                "training_step returned no loss, and a step has several batches in this process, "
+                "or the processes share the parameters. "
                 "Return a loss for each batch, such as 0.0 * loss."
             )
         return output
@@ -631,6 +689,24 @@ class WeightedStrategy(HorovodStrategy):
 
 def _do_nothing() -> None:
     pass
+
+
+def _called_as_forward(module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that the module runs as its forward pass, whose hooks gather parameters."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        module.forward = forward  # for the step's own calls
+        return step(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module.forward = run
+        try:
+            return module(*args, **kwargs)
+        finally:
+            module.forward = forward
+
+    return call
 
 
 def _gather_states(states: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
 from hvd_estimators._util.unpickle_imports import loads
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN, ValueReducer
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
@@ -43,6 +44,7 @@ from hvd_estimators.torch.frozen_base import check_frozen, keep_only_trainable
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
+from hvd_estimators.torch.sharding import gathered
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
@@ -86,6 +88,8 @@ class _Trainer:
         self.module: LightningModule = load_module(spec.module)
         keep_only_trainable(self.module)
         self.objects: TrainerObjects = loads(spec.objects)
+        is_sharded = spec.sharding.mode != "none" and self.size > 1
+        self.sharding = spec.sharding if is_sharded else None
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
@@ -126,6 +130,7 @@ class _Trainer:
             buffers=self.buffers,
             by_batch=spec.weighs_by_batch,
             batches_between_stops=self._batches_between_stops,
+            sharding=self.sharding,
         )
         callbacks = [*self.objects.callbacks]
         if spec.terminate_on_nan:
@@ -235,6 +240,12 @@ class _Trainer:
         if spec.data.val_plan is not None:
             steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
+            if self.sharding is not None and not validation.is_equal:
+                raise ParamError(
+                    "val_batch_size: the processes validate on different numbers of batches, and "
+                    f"with sharding={self.sharding.mode!r} they compute together. Set a "
+                    "larger val_batch_size."
+                )
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
@@ -282,10 +293,18 @@ class _Trainer:
         digests = weight_digests(self.module)
         check_frozen(self.module, digests)
         state: LocalFile | None = None
+        weights = None
+        if self.sharding is not None:
+            weights = gathered(self.module.state_dict(), keep=self.rank == 0)
         if self.rank == 0:
-            _load_best(self.trainer, self.module, self.checkpoint_io)
-            file = self.spec.module
-            state = trained_file(self.module, lambda: load_module(file, True), {})
+            file, module = self.spec.module, self.module
+            if weights is not None:
+                module = load_module(file)
+                keep_only_trainable(module)
+                module.configure_model()
+                module.load_state_dict(weights)
+            _load_best(self.trainer, module, self.checkpoint_io)
+            state = trained_file(module, lambda: load_module(file, True), {})
         return TrainResult(
             combined_digest(digests),
             state,

@@ -13,6 +13,7 @@ from hvd_estimators.fitting.trial import traceless
 from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.loggers import quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
+from hvd_estimators.torch.sharding import ShardingOptions
 from hvd_estimators.training.spec import TrainSpec
 
 
@@ -61,6 +62,8 @@ class LightningTrainSpec(TrainSpec):
         Steps between two entries of the loggers.
     users_data : mapping
         Extra keyword arguments for the user's LightningDataModule.
+    sharding : ShardingOptions
+        Whether and how the ranks share the parameters.
     weighs_by_batch : bool
         Whether Lightning's own settings accumulate gradients: the batches of a step then weigh
         equally, also in a step that the end of an epoch cuts.
@@ -73,6 +76,7 @@ class LightningTrainSpec(TrainSpec):
     form: BatchForm
     log_every_n_steps: int
     users_data: Mapping[str, Any]
+    sharding: ShardingOptions
     weighs_by_batch: bool = False
 
 

@@ -200,7 +200,8 @@ def check_sharding(settings: TorchSettings) -> None:
                 f"model: the layer {name!r} has sparse gradients, which sharding={mode!r} cannot "
                 "reduce. Create it with sparse=False."
             )
-    settings.sharding_options.layers_of(module)
+    if not settings.makes_layers_on_ranks:
+        settings.sharding_options.layers_of(module)
 
 
 def _check_step(settings: TorchSettings) -> None:

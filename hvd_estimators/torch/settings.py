@@ -33,6 +33,9 @@ from hvd_estimators.torch.tensors import TensorSpec
 class TorchSettings(Settings):
     """The params of `TorchEstimator` and `LightningEstimator` in one fit."""
 
+    makes_layers_on_ranks = False
+    """True for a LightningModule with ``configure_model()``."""
+
     @property
     def is_weighted(self) -> bool:
         """True if rows have weights."""
