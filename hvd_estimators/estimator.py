@@ -121,18 +121,20 @@ class HorovodEstimator(Estimator[M], EstimatorSignatures, Fittable, Saved):
 
         Runs on the driver. For each condition, one Spark job lists the files that hold the chosen
         rows, and counts these rows. Ranks then read the files as `fit_on_parquet` does. Partition
-        columns have their values from the paths, and the types of the table.
+        columns have their values from the paths, and the types of the table. For an Iceberg table,
+        its metadata lists the files instead.
 
         Parameters
         ----------
         table : str
-            Name of a table of Parquet files or of a Delta table, as in ``spark.table``. A Delta
-            table may be named by its path, as in ``delta.`/data/table```. If Spark lacks Delta, the
-            package `deltalake` reads the table's log.
+            Name of a table of Parquet files, or of a Delta or Iceberg table, as in ``spark.table``.
+            These may be named by their paths, as in ``delta.`/data/table``` and
+            ``iceberg.`/data/table```. If Spark lacks Delta, the package `deltalake` reads the log
+            of a Delta table. The package `pyiceberg` reads the metadata of an Iceberg table.
         where : str or Column, optional
             Condition in SQL that chooses the training rows. It must choose whole files, as
-            conditions on partition columns do. Default: all rows that ``validation_where`` does not
-            choose.
+            conditions on partition columns do. With a log or metadata, it may use no other columns.
+            Default: all rows that ``validation_where`` does not choose.
         validation_where : str or Column, optional
             Condition that chooses the validation rows, in other files. Default: no validation.
         params : dict, optional

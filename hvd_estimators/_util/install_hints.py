@@ -26,6 +26,7 @@ INSTALL = {
     "onnx": f'pip install "{SOURCE}[onnx]"',
     "ossfs": "pip install ossfs",
     "petastorm": (f'pip install "{SOURCE}[petastorm]" && pip install --no-deps petastorm==0.13.1'),
+    "pyiceberg": f'pip install "{SOURCE}[tables]"',
     "s3fs": f'pip install "{SOURCE}[s3]"',
     "tensorflow": f'pip install --upgrade "{SOURCE}[keras]"',
     "torch": f'pip install --upgrade "{SOURCE}[torch]"',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -40,6 +39,8 @@ from hvd_estimators.data.types import (
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
+_NO_NULLS: Mapping[str, int] = {}
+
 _HEAD_SHARE = 32
 """Part of the memory for a row group that the first rows may take."""
 
@@ -63,7 +64,7 @@ def read_split(
         read.
     """
     files = read_footers(store, path, select=_DataFile.selecting(stored_names(columns)))
-    return _split(path, files, columns), _with_ranges(columns, files)
+    return _split(path, files, columns), _with_ranges(columns, files, stored_names(columns))
 
 
 def read_manifest(
@@ -108,9 +109,6 @@ def read_manifest(
     select = _DataFile.selecting(names)
     train = read_footers(store, *train_paths, select=select, spread=spread)
     validation = read_footers(store, *val_paths, select=select, spread=spread)
-    for table, files in ((train_path, train), (val_path, validation)):
-        if isinstance(table, TableFiles):
-            table.check_rows({file.file: file.rows for file in files})
     with_rows = [file for file in [*train, *validation] if file.rows]
     if not any(file.rows for file in train):
         roots = ", ".join(repr(_root(path)) for path in train_paths)
@@ -118,7 +116,7 @@ def read_manifest(
     # Validation rows are read like training rows, so one type must hold both.
     known = train_path.columns if isinstance(train_path, TableFiles) else {}
     found = [_spec(with_rows, name, allow_text, known.get(name)) for name in names]
-    specs = _with_ranges(found, with_rows)
+    specs = _with_ranges(found, with_rows, names)
     train_split = _split(_root(train_paths[0]), train, specs)
     val_split = _split(_root(val_paths[0]), validation, specs) if val_paths else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
@@ -173,62 +171,74 @@ class _DataFile:
         All columns of the file.
     partitions : mapping of str to str
         See `FileFooter.partitions`.
+    rows : int
+        Number of rows.
     row_groups : tuple of RowGroup
         The row groups that have rows.
     nulls : mapping of str to int
         Number of nulls by column, of the selected columns that have nulls, as far as the writer
         recorded them.
-    ranges : mapping of str to tuple
-        Smallest and largest number by column, if the writer recorded them for all row groups.
+    lows, highs : tuple
+        Smallest and largest number of each selected column that one Parquet column stores. None if
+        the writer did not record them for all row groups.
     """
 
     file: str
     columns: FileColumns
     partitions: Mapping[str, str]
+    rows: int
     row_groups: tuple[RowGroup, ...]
     nulls: Mapping[str, int]
-    ranges: Mapping[str, Range]
+    lows: tuple[Any, ...]
+    highs: tuple[Any, ...]
 
     @staticmethod
     def selecting(names: Iterable[str]) -> Callable[[FileFooter], _DataFile]:
         """Return a function that keeps the given stored columns of a footer."""
         selected = tuple(names)
+        placed: dict[FileColumns, list[tuple[int, range]]] = {}
 
         def select(footer: FileFooter) -> _DataFile:
-            # The positions of the Parquet columns that store the given columns.
-            leaves = footer.columns.leaves
-            positions = [(name, leaf) for name in selected for leaf in leaves.get(name, ())]
-            nulls: Counter[str] = Counter()
-            found: dict[str, list[Range | None]] = {}
-            groups = []
-            for index in range(footer.metadata.num_row_groups):
-                group = footer.metadata.row_group(index)
+            columns, metadata = footer.columns, footer.metadata
+            if columns not in placed:
+                if footer.table is not None and footer.table.ids:
+                    columns.check(footer.file, footer.table, selected)
+                # The positions of the Parquet columns that store the given columns.
+                leaves = [columns.leaves.get(name, range(0)) for name in selected]
+                placed[columns] = list(enumerate(leaves))
+            nulls: dict[str, int] = {}
+            # Flat, because Python's garbage collector visits each container of many files.
+            lows: list[Any] = [None] * len(selected)
+            highs = lows.copy()
+            groups: list[RowGroup] = []
+            for index in range(metadata.num_row_groups):
+                group = metadata.row_group(index)
                 if not group.num_rows:
                     continue
                 size = 0
-                for name, position in positions:
-                    chunk = group.column(position)
-                    size += open_bytes(chunk)
-                    statistics = chunk.statistics
-                    if (
-                        statistics is not None
-                        and statistics.has_null_count
-                        and statistics.null_count
-                    ):
-                        nulls[name] += statistics.null_count
-                    found.setdefault(name, []).append(_range(statistics))
+                for column, positions in placed[columns]:
+                    for position in positions:
+                        chunk = group.column(position)
+                        size += open_bytes(chunk)
+                        statistics = chunk.statistics
+                        if statistics is not None and (count := statistics.null_count):
+                            name = selected[column]
+                            nulls[name] = nulls.get(name, 0) + count
+                        if len(positions) == 1:
+                            ends = _range(statistics)
+                            if groups:
+                                known = lows[column] is not None
+                                ends = joined(
+                                    (lows[column], highs[column]) if known else None, ends
+                                )
+                            lows[column], highs[column] = ends or (None, None)
                 groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
-            ranges = {name: known for name in found if (known := joined(found[name]))}
             return _DataFile(
-                footer.file, footer.columns, footer.partitions, tuple(groups), nulls, ranges
+                *(footer.file, columns, footer.partitions, metadata.num_rows, tuple(groups)),
+                *(nulls or _NO_NULLS, tuple(lows), tuple(highs)),
             )
 
         return select
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(group.rows for group in self.row_groups)
 
     def has_column(self, name: str) -> bool:
         """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
@@ -260,27 +270,35 @@ def _range(statistics: Any) -> Range | None:
     return ends
 
 
-def joined(ranges: Sequence[Range | None]) -> Range | None:
-    """Return the range of several ranges; None if one is unknown."""
-    ends: Range | None = None
-    for each in ranges:
-        if each is None:
-            return None
-        ends = each if ends is None else (min(ends[0], each[0]), max(ends[1], each[1]))
+def joined(first: Range | None, second: Range | None) -> Range | None:
+    """Return the range of two ranges; None if one is unknown."""
+    if first is None or second is None:
+        return None
+    return _range_of((first[0], second[0]), (first[1], second[1]))
+
+
+def _range_of(lows: Sequence[Any], highs: Sequence[Any]) -> Range | None:
+    if not lows or None in lows:
+        return None
+    ends = min(lows), max(highs)
     # The manifest is JSON, which has no decimals.
-    if ends is None or (isinstance(ends[0], (int, float)) and isinstance(ends[1], (int, float))):
-        return ends
-    return int(ends[0]), int(ends[1])
+    if isinstance(ends[0], Decimal) or isinstance(ends[1], Decimal):
+        return int(ends[0]), int(ends[1])
+    return ends
 
 
-def _with_ranges(specs: Sequence[ColumnSpec], files: Iterable[_DataFile]) -> tuple[ColumnSpec, ...]:
-    """Return columns with the ranges of their numbers in all files, if known."""
+def _with_ranges(
+    specs: Sequence[ColumnSpec], files: Iterable[_DataFile], names: Sequence[str]
+) -> tuple[ColumnSpec, ...]:
+    """Return columns with the ranges of their numbers in all files, which selected some names."""
     files = [file for file in files if file.rows]
+    lows = zip(*(file.lows for file in files), strict=True)
+    highs = zip(*(file.highs for file in files), strict=True)
+    ranges = dict(zip(names, map(_range_of, lows, highs), strict=False))
     made = []
     for spec in specs:
         if len(spec.stored_names) == 1:
-            (name,) = spec.stored_names
-            spec = replace(spec, range=joined([file.ranges.get(name) for file in files]))
+            spec = replace(spec, range=ranges.get(spec.stored_names[0]))
         made.append(spec)
     return tuple(made)
 

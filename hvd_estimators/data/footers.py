@@ -20,14 +20,21 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.tables import DELTA_LOG, TableFiles, read_delta_log
-from hvd_estimators.data.types import num_leaves, partition_values
+from hvd_estimators.data.tables import (
+    LOG_FOLDERS,
+    DataFile,
+    Table,
+    TableFile,
+    TableFiles,
+    read_log,
+)
+from hvd_estimators.data.types import is_list, num_leaves, partition_values
 from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.files import ListedFile, is_missing
@@ -36,14 +43,12 @@ from hvd_estimators.store.storage_errors import not_damage
 T = TypeVar("T")
 
 
-def _data_files(
-    store: Store, path: str | TableFiles, looked_at: set[str]
-) -> list[tuple[ListedFile, dict[str, str]]]:
+def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> list[DataFile]:
     """Return the data files under a path, or the file itself, sorted by name.
 
-    Of a Delta table, these are the files that are part of its current version.
+    Of a Delta or Iceberg table, these are the files that are part of its current version.
 
-    Each file comes with the partition values in its path, relative to the dataset's path.
+    Partition values are those in paths relative to the dataset's path.
 
     Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored.
 
@@ -59,20 +64,26 @@ def _data_files(
     Raises
     ------
     StoreError
-        If there are no data files, if one is a pipe or a device, or if they belong to an Iceberg or
-        Hudi table. Only the table's log says which of its files are current. Also if the files of a
-        Delta table cannot be read, see `read_delta_log`.
+        If there are no data files, if one is a pipe or a device, or if they belong to a Hudi table.
+        Only the table's log says which of its files are current. Also if the files of a Delta or
+        Iceberg table cannot be read, see `read_log`.
     """
     if isinstance(path, TableFiles):
         return list(path.files)
     root = store.get_full_path(path)
     below = [(file.path.removeprefix(root).strip("/"), file) for file in store.list_files(root)]
-    delta = _find_table(store, root, [inner for inner, _ in below], looked_at)
-    if delta is not None:
-        active = {f"{delta}/{name}" for name in read_delta_log(store, delta).files}
-        below = [(inner, file) for inner, file in below if file.path in active]
-    files = [(file, partition_values(inner)) for inner, file in below if _is_data(inner)]
-    for file, _ in files:
+    table = _find_table(store, root, [inner for inner, _ in below], looked_at)
+    files: list[DataFile]
+    if table is None:
+        files = [(file, partition_values(inner), None) for inner, file in below if _is_data(inner)]
+    else:
+        listed = {file.path: file for _, file in below}
+        files = [
+            (told.among(listed, active), partition_values(active.removeprefix(root)), told)
+            for active, told in sorted(read_log(store, *table).files.items())
+            if f"{active}/".startswith(f"{root}/")
+        ]
+    for file, _, _ in files:
         if not file.is_regular:
             raise StoreError(
                 f"{file.path!r} is not a regular file but a pipe, a socket or a device. Move it "
@@ -89,35 +100,38 @@ def _data_files(
     )
 
 
-def _find_table(store: Store, root: str, below: Sequence[str], looked_at: set[str]) -> str | None:
-    """Return the folder of the Delta table to which a path belongs, or None.
+def _find_table(
+    store: Store, root: str, below: Sequence[str], looked_at: set[str]
+) -> tuple[str, str] | None:
+    """Return the format and the folder of the table to which a path belongs, or None.
 
     Folders of tables also contain files that the table has removed. Other formats, and tables that
     are only a part of the dataset, are errors.
     """
     for name in below:
         table_format = _table_format(name.split("/"))
-        if table_format == ("delta", 0):
-            return root
         if table_format is not None:
             kind, depth = table_format
-            raise _belongs_to_table(kind, "/".join([root, *name.split("/")[:depth]]), root)
+            folder = "/".join([root, *name.split("/")[:depth]])
+            if folder != root or kind == "hudi":
+                raise _belongs_to_table(kind, folder, root)
+            return kind, root
     for parent in _possible_tables(root, is_file="" in below):
         if parent in looked_at:
             continue
         looked_at.add(parent)
-        for mark in (DELTA_LOG, ".hoodie", _ICEBERG):
+        for mark in LOG_FOLDERS.values():
             names: list[str] = []
             # A process may have access to the files but not to their parent folders.
             with contextlib.suppress(OSError):
                 names = store.names(f"{parent}/{mark}")
             for name in names:
                 table_format = _table_format([mark, name])
-                if table_format == ("delta", 0):
-                    looked_at.discard(parent)
-                    return parent
+                if table_format == ("hudi", 0):
+                    raise _belongs_to_table("hudi", parent, root)
                 if table_format is not None:
-                    raise _belongs_to_table(table_format[0], parent, root)
+                    looked_at.discard(parent)
+                    return table_format[0], parent
     return None
 
 
@@ -136,17 +150,16 @@ def _possible_tables(root: str, is_file: bool) -> list[str]:
     return parents
 
 
-_ICEBERG = "metadata"
-
-
 def _table_format(parts: list[str]) -> tuple[str, int] | None:
     """Return the table format of a log file and the depth of the table's folder, or None."""
     for depth, (name, inner) in enumerate(zip(parts, [*parts[1:], ""], strict=True)):
-        if name == DELTA_LOG:
+        if name == LOG_FOLDERS["delta"]:
             return "delta", depth
-        if name in (".hoodie", ".hoodie_partition_metadata"):
+        if name in (LOG_FOLDERS["hudi"], ".hoodie_partition_metadata"):
             return "hudi", depth
-        if name == _ICEBERG and inner.endswith((".metadata.json", "version-hint.text")):
+        if name == LOG_FOLDERS["iceberg"] and inner.endswith(
+            (".metadata.json", "version-hint.text")
+        ):
             return "iceberg", depth
     return None
 
@@ -184,11 +197,8 @@ Reading then hardly waits, and several threads take longer because they compete 
 _TIMED_FILES = 16
 
 
-DataFileOf = tuple[ListedFile, dict[str, str]]
-"""A file, and the partition values in its path."""
-
 Spread = Callable[
-    [Callable[[Sequence[DataFileOf]], list[T]], Sequence[Sequence[DataFileOf]]], list[list[T]]
+    [Callable[[Sequence[DataFile]], list[T]], Sequence[Sequence[DataFile]]], list[list[T]]
 ]
 """Calls a function with each part of the files, in several processes, and returns the results."""
 
@@ -222,13 +232,18 @@ def read_footers(
     StoreError
         If there are no Parquet files under a path, or if a file is not Parquet.
     DataError
-        If a file is under two of the paths.
+        If a file is under two of the paths, or if a table does not show all rows of its file.
     """
     looked_at: set[str] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
         files = list(itertools.chain.from_iterable(listed))
-    _reject_duplicates([p for p in paths if isinstance(p, str)], [file.path for file, _ in files])
+    _reject_duplicates(
+        [p for p in paths if isinstance(p, str)], [file.path for file, _, _ in files]
+    )
+    for file, _, told in files:
+        if told is not None:
+            told.check_readable(file.path)
     is_many = len(files) >= SPREAD_FILES and store.local_path(files[0][0].path) is None
     if spread is None or not is_many:
         return _read_files(store, select, files)
@@ -237,12 +252,12 @@ def read_footers(
 
 
 def _read_files(
-    store: Store, select: Callable[[FileFooter], T], files: Sequence[DataFileOf]
+    store: Store, select: Callable[[FileFooter], T], files: Sequence[DataFile]
 ) -> list[T]:
     """Read the footers of some files."""
 
-    def read(some: Sequence[DataFileOf]) -> list[T]:
-        return [select(_read(store, file, partitions)) for file, partitions in some]
+    def read(some: Sequence[DataFile]) -> list[T]:
+        return [select(_read(store, *file)) for file in some]
 
     footers: list[T] = []
     if files and store.local_path(files[0][0].path) is not None:
@@ -256,7 +271,7 @@ def _read_files(
         return footers + list(itertools.chain.from_iterable(pool.map(read, _parts(rest, size))))
 
 
-def _parts(files: Sequence[DataFileOf], size: int) -> list[Sequence[DataFileOf]]:
+def _parts(files: Sequence[DataFile], size: int) -> list[Sequence[DataFile]]:
     return [files[first : first + size] for first in range(0, len(files), size)]
 
 
@@ -269,9 +284,15 @@ def _reject_duplicates(paths: Sequence[str], files: Sequence[str]) -> None:
         )
 
 
-def _read(store: Store, file: ListedFile, partitions: Mapping[str, str]) -> FileFooter:
+def _read(
+    store: Store, file: ListedFile, partitions: Mapping[str, str], told: TableFile | None
+) -> FileFooter:
     with damage_is_store_error(file.path):
-        return FileFooter.of(file.path, read_tail(store, file.path), partitions)
+        footer = FileFooter.of(file.path, read_tail(store, file.path), partitions)
+    if told is None:
+        return footer
+    told.check_rows(file.path, footer.metadata.num_rows)
+    return replace(footer, table=told.table)
 
 
 @contextlib.contextmanager
@@ -371,6 +392,21 @@ def leaf_positions(schema: pa.Schema) -> dict[str, range]:
     return leaves
 
 
+def _ids(path: tuple[str, ...], column: pa.Field) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the path of a field and of each one nested in it, with its number or 0."""
+    yield path, int((column.metadata or {}).get(b"PARQUET:field_id", 0))
+    kind = column.type
+    nested = []
+    if pa.types.is_struct(kind):
+        nested = [(kind[i].name, kind[i]) for i in range(kind.num_fields)]
+    elif pa.types.is_map(kind):
+        nested = [("key", kind.key_field), ("value", kind.item_field)]
+    elif is_list(kind):
+        nested = [("element", kind.value_field)]
+    for name, each in nested:
+        yield from _ids((*path, name), each)
+
+
 class FileColumns:
     """The columns of files with equal schemas.
 
@@ -394,6 +430,28 @@ class FileColumns:
         self.leaves = leaf_positions(schema)
         self.counts = Counter(schema.names)
 
+    def check(self, file: str, table: Table, names: Iterable[str]) -> None:
+        """Check that a file stores columns of an Iceberg table under their names.
+
+        Raises
+        ------
+        StoreError
+            If it does not: columns were renamed, or added after the file was written.
+        """
+        stored = dict(pair for column in self.schema for pair in _ids((column.name,), column))
+        # Files that another program wrote have no numbers, and are known by names.
+        numbers = table.ids if any(stored.values()) else dict.fromkeys(table.ids, 0)
+        for name in names:
+            if {i for i in numbers.items() if i[0][0] == name} != {
+                i for i in stored.items() if i[0][0] == name
+            }:
+                raise StoreError(
+                    f"The table {table.name} has a column {name!r} that {file!r} lacks or stores "
+                    "under another name, because columns were renamed, dropped or added. Rewrite "
+                    "the files with Spark (CALL system.rewrite_data_files, with the option "
+                    f"'rewrite-all' = 'true'). {table.remedy}"
+                )
+
 
 _known_columns: tuple[FileColumns, ...] = ()
 """The columns of the last files: files of a dataset mostly have the same ones."""
@@ -405,8 +463,10 @@ def _columns_of(metadata: parquet.FileMetaData) -> FileColumns:
     """Return the columns of a file: one object for all files with an equal schema."""
     global _known_columns
     # Not `ParquetSchema.equals`, which compares only the names of leaves: "element" for each list.
-    schema = metadata.schema.to_arrow_schema()
-    columns = next((known for known in _known_columns if known.schema.equals(schema)), None)
+    schema = metadata.schema.to_arrow_schema().remove_metadata()
+    # With the numbers that Iceberg gives columns.
+    equal = (known for known in _known_columns if known.schema.equals(schema, check_metadata=True))
+    columns = next(equal, None)
     if columns is None:
         columns = FileColumns(schema)
         # Threads may replace each other's entry, which is then made again.
@@ -437,6 +497,8 @@ class FileFooter:
         has the statistics and sizes of all columns.
     partitions : mapping of str to str
         Partition values in the path, relative to the dataset's path.
+    table : Table or None
+        The table to which the file belongs.
     """
 
     file: str
@@ -445,6 +507,7 @@ class FileFooter:
     tail: bytes
     checksum: int
     partitions: Mapping[str, str] = field(default_factory=dict)
+    table: Table | None = None
 
     @staticmethod
     def of(file: str, tail: bytes, partitions: Mapping[str, str] | None = None) -> FileFooter:

@@ -48,10 +48,11 @@ def open_bytes(chunk: Any) -> int:
     chunk : pyarrow.parquet.ColumnChunkMetaData
         The footer's entry for the column.
     """
-    value = chunk.total_uncompressed_size / max(chunk.num_values, 1)
-    page = max(_PAGE_BYTES, int(value * _PAGE_VALUES))
-    dictionary = _PAGE_BYTES if chunk.has_dictionary_page else 0
-    decoded = min(chunk.total_uncompressed_size, page + dictionary)
+    decoded = chunk.total_uncompressed_size
+    if decoded > _PAGE_BYTES:
+        page = max(_PAGE_BYTES, int(decoded / max(chunk.num_values, 1) * _PAGE_VALUES))
+        dictionary = _PAGE_BYTES if chunk.has_dictionary_page else 0
+        decoded = min(decoded, page + dictionary)
     return int(decoded + min(chunk.total_compressed_size, FETCHED_BYTES))
 
 

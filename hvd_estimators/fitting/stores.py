@@ -214,7 +214,9 @@ def find_tables(
             if folder not in folders:
                 folders[folder] = store.checked_path("table", _address(folder))
             files[f"{folders[folder]}{url.removeprefix(folder)}"] = file
-        return store, TableFiles.find(store, table, found.remedy, files, found.columns)
+        return store, TableFiles.find(
+            store, files, found.columns, is_one_folder=found.is_one_folder
+        )
 
     with using_session(session), spark_job(current_cluster(), f"List the files of {table}"):
         find_in = describe_table(session, table, names, allow_text, store_at)

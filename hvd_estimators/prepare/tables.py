@@ -1,11 +1,12 @@
 """Files of the tables in Spark's catalogs. Runs on the driver.
 
-Spark, or the log of a Delta table, says which files hold a table's rows, and how many rows of each
-file the table shows. Ranks then read the files themselves, so nothing is copied.
+Spark, or the log of a Delta or Iceberg table, says which files hold a table's rows, and how many
+rows of each file the table shows. Ranks then read the files themselves, so nothing is copied.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +21,16 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.tables import TableFile, read_delta_log
+from hvd_estimators.data.tables import Table, TableFile, read_log
 from hvd_estimators.data.types import TextColumns, text_options
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.prepare.schema import fields_by_name, quoted, stored_column, unused_name
 from hvd_estimators.store.base import Store
 
-_DELTA_PATH = re.compile(r"delta\.`(.+)`", re.IGNORECASE)
-"""Spark's name of a Delta table by its path."""
+_BY_PATH = re.compile(r"(delta|iceberg)\.`(.+)`", re.IGNORECASE)
+"""Spark's name of a table by its path."""
+
+_SNAPSHOT = re.compile(r"\bcurrent-snapshot-id=(\d+)")
 
 _MAPPING = re.compile(r"delta\.columnMapping\.mode=(?!none\b)\w+")
 
@@ -41,14 +44,14 @@ class FoundFiles:
     files : mapping of str to TableFile
         URL, not percent-encoded, or full path of each file.
     columns : mapping of str to ColumnSpec
-        The needed partition columns, by name.
-    remedy : str
-        What to do if the files cannot be read one by one.
+        The partition columns that have their values from paths, by name.
+    is_one_folder : bool
+        The table has one folder. False if its partitions may be anywhere.
     """
 
     files: Mapping[str, TableFile]
     columns: Mapping[str, ColumnSpec]
-    remedy: str
+    is_one_folder: bool = False
 
 
 Find = Callable[[str, "str | Column | None"], FoundFiles]
@@ -71,7 +74,7 @@ def describe_table(
     session : SparkSession
         Knows the table.
     table : str
-        Its name, or ``delta.`` and its path in backticks.
+        Its name, or ``delta.`` or ``iceberg.`` and its path in backticks.
     names : iterable of str
         The columns that training needs.
     allow_text : bool or mapping
@@ -83,25 +86,38 @@ def describe_table(
     ------
     ParamError
         If Spark does not know the table or, later, a column in a condition. Also for views, for
-        formats other than Parquet and Delta, and for Delta tables that map columns.
+        formats other than Parquet, Delta and Iceberg, and for Delta tables that map columns.
     ColumnError
         If a needed partition column has a type that is not supported for training.
     StoreError
-        See `read_delta_log`, which replaces Spark's job where Spark lacks Delta.
+        See `read_log`, which replaces Spark's job for Iceberg, and where Spark lacks Delta.
     """
-    by_path = _DELTA_PATH.fullmatch(table.strip())
+    by_path = _BY_PATH.fullmatch(table.strip())
+    read = functools.partial(_log_of, session, store_at, names, allow_text)
+    if by_path is not None and by_path[1].lower() == "iceberg":
+        return read("iceberg", by_path[2])
     try:
         details, partitions = _describe(session, table)
+        if details.get("Provider", "").lower() == "iceberg":
+            current = _SNAPSHOT.search(details.get("Table Properties", ""))
+            return read(
+                "iceberg",
+                # Spark shows URLs with few slashes, whose characters are not escaped.
+                re.sub("^file:/*", "/", details["Location"]),
+                f"spark.table({table!r})",
+                int(current[1]) if current else None,
+            )
         _check_format(table, details)
         frame = session.table(table)
         fields = fields_by_name(frame)
     except (PySparkException, Py4JError) as error:
         if by_path is None:
             raise ParamError(
-                "table: expected the name of a table, or for a Delta table that this Spark cannot "
-                f"read, delta.`path`, found {table!r}, and Spark says: {_first_line(error)}"
+                "table: expected the name of a table, or where this Spark lacks Delta or Iceberg "
+                f"delta.`path` or iceberg.`path`, found {table!r}, and Spark says: "
+                f"{_first_line(error)}"
             ) from error
-        return _log_of(session, by_path[1], names, allow_text, store_at)
+        return read("delta", by_path[2])
     needed = [name for name in names if name in partitions]
     columns = _partition_columns((fields[name] for name in needed), allow_text)
     is_delta = details["Provider"].lower() == "delta"
@@ -126,13 +142,14 @@ def describe_table(
             counted = rows.groupBy(*keys).count().toDF(*map(str, range(len(keys) + 1))).collect()
         except AnalysisException as error:
             raise _wrong_condition(table, param, where, error) from error
+        described = Table(table, remedy)
         files = {
-            unquote(url): TableFile(count, dict(zip(needed, values, strict=True)))
+            unquote(url): TableFile(described, count, dict(zip(needed, values, strict=True)))
             for url, *values, count in counted
         }
         if "" in files:
             raise ParamError(f"table: Spark reads {table!r} without naming its files. {remedy}")
-        return FoundFiles(files, columns, remedy)
+        return FoundFiles(files, columns)
 
     return find
 
@@ -164,32 +181,34 @@ def _check_format(table: str, details: Mapping[str, str]) -> None:
     else:
         return
     raise ParamError(
-        f"table: expected a table of Parquet files, or a Delta table, but {table!r} {problem}. "
-        f"Train on its DataFrame: fit(spark.table({table!r}))."
+        f"table: expected a table of Parquet files, or of Delta or Iceberg, but {table!r} "
+        f"{problem}. Train on its DataFrame: fit(spark.table({table!r}))."
     )
 
 
 def _log_of(
     session: SparkSession,
-    path: str,
+    store_at: Callable[[str], Store],
     names: Iterable[str],
     allow_text: TextColumns,
-    store_at: Callable[[str], Store],
+    kind: str,
+    path: str,
+    frame: str = "",
+    snapshot: int | None = None,
 ) -> Find:
-    """Return a function that finds files of a Delta table that this Spark cannot read.
+    """Return a function that finds files of a table by its log.
 
-    A condition chooses files by their partition columns.
+    A condition chooses files by their partition columns. See `read_log`.
     """
     store = store_at(path)
-    root = store.get_full_path(path)
-    log = read_delta_log(store, root)
-    all_files = {f"{root}/{name}": file for name, file in log.files.items()}
+    log = read_log(store, kind, store.get_full_path(path), frame, snapshot)
     fields = {field.name: field for field in T.StructType.fromJson(json.loads(log.schema))}
-    partitions = list(next(iter(all_files.values())).values) if all_files else []
-    columns = _partition_columns((fields[n] for n in names if n in partitions), allow_text)
+    partitions = list(next(iter(log.files.values())).values) if log.files else []
+    needed = [] if log.has_columns else [fields[name] for name in names if name in partitions]
+    columns = _partition_columns(needed, allow_text)
 
     def find(param: str, where: str | Column | None) -> FoundFiles:
-        files = all_files
+        files = log.files
         if where is not None and files:
             key = T.StructField(unused_name("file", partitions), T.StringType())
             schema = T.StructType([key, *(fields[name] for name in partitions)])
@@ -198,10 +217,11 @@ def _log_of(
                 frame = session.createDataFrame(rows, schema).where(where)
                 chosen = frame.select(key.name).collect()
             except AnalysisException as error:
-                by = f"{path}, by its partition columns,"
-                raise _wrong_condition(by, param, where, error) from error
+                by = f"{path}, by its partition columns ({', '.join(partitions) or 'none'}),"
+                remedy = next(iter(files.values())).table.remedy
+                raise _wrong_condition(by, param, where, error, remedy) from error
             files = {row[0]: files[row[0]] for row in chosen}
-        return FoundFiles(files, columns, "Write the table again.")
+        return FoundFiles(files, columns, is_one_folder=True)
 
     return find
 
@@ -221,11 +241,10 @@ def _partition_columns(
 
 
 def _wrong_condition(
-    table: str, param: str, where: str | Column | None, error: AnalysisException
+    table: str, param: str, where: str | Column | None, error: AnalysisException, remedy: str = ""
 ) -> ParamError:
-    return ParamError(
-        f"{param}: Spark cannot choose rows of {table} with {where!r}: {_first_line(error)}"
-    )
+    reason = f"{_first_line(error)} {remedy}".strip()
+    return ParamError(f"{param}: Spark cannot choose rows of {table} with {where!r}: {reason}")
 
 
 def _first_line(error: Exception) -> str:

@@ -234,7 +234,7 @@ def write_dataset(
     if val_path is not None:
         val, of_val = read_split(store, val_path, specs)
         specs = [
-            replace(spec, range=joined((spec.range, other.range)))
+            replace(spec, range=joined(spec.range, other.range))
             for spec, other in zip(specs, of_val, strict=True)
         ]
     shapes = complete_shapes(store, train, specs)
