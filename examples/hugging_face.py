@@ -294,8 +294,6 @@ def write(spark: SparkSession, args: argparse.Namespace) -> float:
         **common_params(args, net), collate_fn=collate_pairs, label_cols=["reversed"]
     )
     model = estimator.fit(frame(spark, args.texts, seed=1))
-    # Scores of words in training, and texts in transform().
-    model.setOutputShapes([[net.length]])
     written = model.transform(frame(spark, 50, seed=2)).collect()
     right = 0
     for row in written:

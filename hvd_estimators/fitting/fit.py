@@ -555,12 +555,13 @@ class Fit:
         spec: TrainSpec = results.spec
         metadata = column_metadata(spec.data.columns)
         model = self.estimator._create_model(results, spec.run.run_id, metadata)
-        shapes = trial.output_shapes
+        shapes = trial.predicted_shapes or trial.output_shapes
         if shapes is None:
             shapes = results[0].output_shapes
         if shapes is not None and not model.isSet("output_shapes"):
             model._set(output_shapes=[list(shape) for shape in shapes])
-        self._set_prediction(model)
+        if trial.predicted_shapes in (None, trial.output_shapes):
+            self._set_prediction(model)
         return model
 
     def _set_prediction(self, model: HorovodModel) -> None:

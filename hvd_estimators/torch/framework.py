@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.data.rows import ROWS, RowTable
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.framework import (
@@ -39,6 +41,7 @@ from hvd_estimators.torch.dry_run import (
     check_optimizer_state,
     check_own_step,
     needs_two_rows,
+    output_shapes,
     takes_one_row,
     with_any_size,
 )
@@ -174,11 +177,22 @@ class TorchFramework(Framework):
         id_limits: dict[str, int] = {}
         one_row = takes_one_row(settings.model, call(1), [call(2), call(3)])
         found: Sequence[tuple[int | None, ...]] = tried or shapes or ()
+        predicted = None
         if found and settings.collate is not None:
-            ends = [take(columns, slice(1)), take(columns, slice(-1, None))]
-            singles = [tensors.inputs(settings.delivered(row)) for row in ends]
-            found = with_any_size(found, settings.model, tensors, singles)
-        return Trial(found or None, one_row, id_limits)
+
+            def with_singles(columns: Columns, shapes: Any = None) -> Any:
+                parts = [columns, take(columns, slice(1)), take(columns, slice(-1, None))]
+                inputs, *singles = [tensors.inputs(settings.delivered(part)) for part in parts]
+                shapes = shapes or output_shapes(settings.model, tensors, inputs)
+                return with_any_size(shapes, settings.model, tensors, singles)
+
+            found = with_singles(columns, found)
+            rows: Any = columns[ROWS]
+            features = RowTable(rows.table.select(settings.all_feature_cols))
+            # A function or a model that needs labels does not predict.
+            with contextlib.suppress(HvdEstimatorsError):
+                predicted = with_singles({ROWS: features})  # type: ignore[dict-item]
+        return Trial(found or None, one_row, id_limits, predicted_shapes=predicted)
 
     def check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         settings = self.settings
