@@ -74,13 +74,6 @@ print(json.dumps({{name: bool(getattr(hvd, name + "_built")()) for name in {feat
 
 _HOROVOD_FEATURES = ("gloo", "mpi", "nccl", "cuda")
 
-_TORCH_SCRIPT = """\
-import json
-import torch.distributed as dist
-names = [n for n in ("gloo", "nccl") if getattr(dist, f"is_{n}_available", bool)()]
-print(json.dumps(names if dist.is_available() else []))
-"""
-
 _HOROVOD, _TORCH = "Horovod", "torch.distributed"
 
 _IMPORT_SECONDS = 120.0
@@ -284,45 +277,32 @@ def collect(*, with_allreduce: bool = True) -> Facts:
         horovod = {
             name: pool.submit(_horovod_facts, name) for name in frameworks if "horovod" in versions
         }
-        torch_backends = pool.submit(_torch_backends) if "torch" in versions else None
         builds = {name: future.result() for name, future in horovod.items()}
-        backends = torch_backends.result() if torch_backends else ()
-        # Horovod and torch.distributed import their framework, too.
-        seen = {name for name, build in builds.items() if build.error is None}
-        seen |= {"torch"} if backends else set()
+        # Horovod imports its framework, too.
+        seen = [name for name, build in builds.items() if build.error is None]
         imports = {
             name: pool.submit(_import_error, module)
             for name, module in _IMPORTED.items()
             if name in versions and name not in seen
         }
-    works = next((name for name, build in builds.items() if build.error is None), None)
-    allreduce = {}
-    if works and with_allreduce:
-        allreduce[_HOROVOD] = _try_allreduce(f"horovod.{works}")
-    if "gloo" in backends and with_allreduce:
-        allreduce[_TORCH] = _try_allreduce(_TORCH)
+    errors = {name: text for name, future in imports.items() if (text := future.result())}
+    has_torch, torch_cuda = "torch" in versions and "torch" not in errors, cuda_of("torch")
+    modules = {_HOROVOD: f"horovod.{seen[0]}"} if seen else {}
+    modules |= {_TORCH: _TORCH} if has_torch else {}
+    tried = modules.items() if with_allreduce else ()
     return Facts(
         python=platform.python_version(),
         java=_java_version(),
         versions=versions,
-        import_errors={name: text for name, future in imports.items() if (text := future.result())},
+        import_errors=errors,
         horovod=builds,
         horovod_record=installed_record(),
         horovod_spark=installed_horovod_spark(),
-        torch_backends=backends,
-        allreduce=allreduce,
+        torch_backends=("gloo", *(["nccl"] if torch_cuda else [])) if has_torch else (),
+        allreduce={name: _try_allreduce(module) for name, module in tried},
         gpus=_gpu_facts(),
-        torch_cuda=cuda_of("torch") if "torch" in versions else None,
+        torch_cuda=torch_cuda,
     )
-
-
-def _torch_backends() -> tuple[str, ...]:
-    what = "import torch.distributed"
-    try:
-        names = run_python(_TORCH_SCRIPT, seconds=_IMPORT_SECONDS, what=what)
-    except ProbeError:
-        return ()
-    return tuple(json.loads(names))
 
 
 def _try_allreduce(module: str) -> float | ProbeError:
