@@ -17,7 +17,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def test_saved_adapters_predict_with_their_base(spark: Any, store: Any, tmp_path
     base, saved = str(tmp_path / "base"), str(tmp_path / "saved")
     llama.write_base(base)
     rows = llama.texts(24)
-    frame = spark.createDataFrame(
-        [(n, *row.values()) for n, row in enumerate(rows)], "id int, text string, label int"
-    )
+    numbered = [(number, *row.values()) for number, row in enumerate(rows)]
+    # One worker imports the packages of the model.
+    frame = spark.createDataFrame(numbered, "id int, text string, label int").coalesce(1)
     model = TorchEstimator(
         **{**llama.params(base), "epochs": 6}, backend=LocalBackend(2), store=store
     ).fit(frame)
