@@ -117,7 +117,7 @@ def load_checkpoint(
     >>> net.load_state_dict(best.content["model"])                    # doctest: +SKIP
     """
     with (
-        _opened(store, run_id, which) as (path, info, file),
+        _opened(store, run_id, which) as (files, path, info, file),
         describing_damage(path, "be read", ""),
     ):
         framework = _framework(file) if info is None else info.framework
@@ -125,7 +125,8 @@ def load_checkpoint(
         content = None
         if framework in _READERS:
             reader = importlib.import_module(_READERS[framework])
-            content = reader.read_content(file, safe, custom_objects or {})
+            folder = files, posixpath.dirname(path)
+            content = reader.read_content(file, safe, custom_objects or {}, folder)
     return Checkpoint(
         path,
         framework,
@@ -140,8 +141,8 @@ def load_checkpoint(
 @contextlib.contextmanager
 def _opened(
     store: Store | str, run_id: str | None, which: str
-) -> Iterator[tuple[str, CheckpointInfo | None, IO[bytes]]]:
-    """Open the selected checkpoint; yield its path, its manifest's content, and the file."""
+) -> Iterator[tuple[Store, str, CheckpointInfo | None, IO[bytes]]]:
+    """Open the selected checkpoint; yield store, path, content of the manifest, and the file."""
     by_name = which in ("newest", "best")
     if run_id is None and by_name and isinstance(store, str):
         which, by_name, store = store, False, posixpath.dirname(store)
@@ -155,13 +156,13 @@ def _opened(
             if run_id is None:
                 raise ParamError("run_id is not set. Set run_id, or which=path of a checkpoint.")
             info, file = _of_run(store, store.run_paths(run_id), which, stack)
-            yield info.path, info, file
+            yield store, info.path, info, file
             return
         path = store.get_full_path(which)
         manifest = info_at(store, path)
         try:
             opened = store.open(path) if manifest is None else open_valid(store, manifest)
-            yield path, manifest, stack.enter_context(opened)
+            yield store, path, manifest, stack.enter_context(opened)
         except DamagedCheckpoint as error:
             raise StoreError(f"The checkpoint {path!r} is damaged: {error}.") from error
         except FileNotFoundError as error:

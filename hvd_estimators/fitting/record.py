@@ -28,11 +28,10 @@ from hvd_estimators.exceptions import (
     TrainingInterruptedError,
     WorkerFailedError,
 )
-from hvd_estimators.fitting.call_queue import CallQueue
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import MlflowLogger
 from hvd_estimators.fitting.run import ReadOrder, Run
-from hvd_estimators.fitting.run_loggers import RunLoggers
+from hvd_estimators.fitting.run_loggers import CallQueue, RunLoggers
 from hvd_estimators.launch.horovod_build import installed_version
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams

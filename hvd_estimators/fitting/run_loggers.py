@@ -6,12 +6,13 @@ import concurrent.futures
 import copy
 import functools
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import DependencyError, LoggerError
-from hvd_estimators.fitting.call_queue import CallQueue
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store.redaction import redacted
 
@@ -193,3 +194,47 @@ def _message(name: str, method: str, reason: str) -> str:
 
 def _text(error: Exception) -> str:
     return redacted(f"{type(error).__name__}: {error}".rstrip("."))
+
+
+class CallQueue:
+    """Queue of calls that a daemon thread makes; a call that hangs delays no program's end.
+
+    Parameters
+    ----------
+    name : str
+        Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """Queue a call, and return its end, or its exception, as a future."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._calls.put((future, call))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """End the thread after the queued calls."""
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread, and return whether it has ended or never started."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
+            try:
+                call()
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)

@@ -208,7 +208,7 @@ def load_values(model: keras.Model, file: IO[bytes] | str) -> None:
 
 
 def read_content(
-    file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any]
+    file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any], folder: Any
 ) -> keras.Model | dict[str, Array]:
     """Return the model with its optimizer, or its weights by name if it has no config.
 
@@ -220,6 +220,8 @@ def read_content(
         Whether to reject code in the file, such as Lambda layers.
     custom_objects : mapping
         Name to custom class or function of the model.
+    folder : object
+        Not used.
 
     Raises
     ------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from hvd_estimators._util.spark_session import is_connect
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore, Store
+from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.registry import require_path
 from hvd_estimators.store.retries import with_retries
 from hvd_estimators.store.storage_errors import text_of
@@ -60,7 +63,7 @@ class Folder(abc.ABC):
         """Return the content of a file; raises `StoreError` if it does not exist."""
 
     @abc.abstractmethod
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | LocalFile) -> None:
         """Write or replace a file atomically, and create its parent directories."""
 
     @abc.abstractmethod
@@ -125,9 +128,13 @@ class _StoreFolder(Folder):
         except StoreError as error:
             raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.") from error
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | LocalFile) -> None:
         with self._store.open_atomic(self._path(name)) as file:
-            file.write(content)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                with open(content.path, "rb") as source:
+                    shutil.copyfileobj(source, file, CHUNK_BYTES)
 
     def delete(self, name: str = "") -> None:
         self._store.delete(self._path(name))
@@ -143,7 +150,7 @@ class _LocalFolder(_StoreFolder):
         super().__init__(LocalStore(path))
         self.url = url
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | LocalFile) -> None:
         path = Path(self._path(name))
         # Hadoop's checksum of the old content; without a checksum file Hadoop reads a file
         # unchecked.
@@ -191,17 +198,17 @@ class _HadoopFolder(Folder):
             self._call("reading", name, self._filesystem.copyToLocalFile, False, *paths, True)
             return Path(local).read_bytes()
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | LocalFile) -> None:
         target = written = self._path(name)
         is_renamed = self._root.toUri().getScheme() in _RENAMING
         if is_renamed:
             written = self._fs.Path(target.getParent(), f".{uuid.uuid4().hex}.partial")
         # Copy a file, because the JVM holds several copies of content that passes through py4j.
-        with tempfile.TemporaryDirectory() as folder:
-            local = os.path.join(folder, "content")
-            Path(local).write_bytes(content)
-            paths = self._local(local), written
-            self._call("writing", name, self._filesystem.copyFromLocalFile, False, True, *paths)
+        local = LocalFile() if isinstance(content, bytes) else content
+        if isinstance(content, bytes):
+            Path(local.path).write_bytes(content)
+        paths = self._local(local.path), written
+        self._call("writing", name, self._filesystem.copyFromLocalFile, False, True, *paths)
         if is_renamed:
             self._call("writing", name, self._rename, written, target)
 

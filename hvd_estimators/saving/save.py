@@ -16,11 +16,13 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
 from hvd_estimators.params import DeclaredParams
@@ -63,6 +65,13 @@ class Saved(MLWritable, MLReadable[Any]):
     def _extra_files(self) -> dict[str, bytes]:
         """Return further files, by name, for other programs to read."""
         return {}
+
+    def _further_files(self) -> Iterable[tuple[str, LocalFile]]:
+        """Return large files of params, with their names beside the params."""
+        return ()
+
+    def _loaded_from(self, url: str) -> None:
+        """Note the folder of the params after loading, for classes with further files."""
 
     def _kept_elsewhere(self) -> str:
         """Return a hint about another copy of the instance, for errors; empty without a copy.
@@ -125,6 +134,9 @@ class _Writer(MLWriter):
         try:
             for name, document in documents.items():
                 folder.write(f"{params}/{name}.pkl", document)
+            for name, file in self._instance._further_files():
+                folder.write(f"{params}/{name}", file)
+                file.close()
         except BaseException:
             # If the storage is not available, the next save deletes them.
             with contextlib.suppress(StoreError):
@@ -137,8 +149,8 @@ class _Writer(MLWriter):
         # Last, because a directory without this file does not load: an incomplete save never loads.
         file_name = old[0] if len(old) == 1 else "part-00000.txt"
         folder.write(f"{_METADATA}/{file_name}", f"{json.dumps(metadata)}\n".encode())
-        for name, file in extra.items():
-            folder.write(name, file)
+        for name, content_of_file in extra.items():
+            folder.write(name, content_of_file)
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)
@@ -241,6 +253,7 @@ class _Reader(MLReader[Any]):
         }
         for name, value in instance._load_params(documents).items():
             instance._store_value(name, value)
+        instance._loaded_from(f"{folder.url}/{params}")
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance

@@ -56,6 +56,10 @@ class Saved:
         The folder as the user spells it, from which a store can be created.
     class_name : str
         The class that was saved, with its module.
+    store : Store
+        The store of the folder.
+    params_folder : str
+        The folder of the params that JSON cannot represent.
     """
 
     def __init__(self, store: Store, path: str, given: str) -> None:
@@ -65,8 +69,8 @@ class Saved:
         self.path = path
         self.given = given
         self.class_name = str(metadata["class"])
-        self._store = store
-        self._params = str(metadata.get("paramsFolder", "params"))
+        self.store = store
+        self.params_folder = f"{path}/{metadata.get('paramsFolder', 'params')}"
         self._pickled = frozenset(metadata.get("pickledParams", ()))
         self._set = metadata.get("paramMap", {}).keys() | self._pickled
         self._defaults = metadata.get("defaultParamMap", {})
@@ -95,7 +99,7 @@ class Saved:
         digits = len(str(len(uids)))
         names = [f"stages/{position:0{digits}}_{uid}" for position, uid in enumerate(uids)]
         given = self.given.rstrip("/")
-        return [Saved(self._store, f"{self.path}/{name}", f"{given}/{name}") for name in names]
+        return [Saved(self.store, f"{self.path}/{name}", f"{given}/{name}") for name in names]
 
     def data(self) -> dict[str, Any]:
         """Return the row of data that Spark ML saves beside a stage's params.
@@ -106,9 +110,9 @@ class Saved:
             If the row is missing.
         """
         folder = f"{self.path}/data"
-        for name in self._store.names(folder):
+        for name in self.store.names(folder):
             if not name.startswith(("_", ".")) and name.endswith(".parquet"):
-                content = pa.BufferReader(self._store.read(f"{folder}/{name}"))
+                content = pa.BufferReader(self.store.read(f"{folder}/{name}"))
                 for row in parquet.read_table(content).slice(0, 1).to_pylist():
                     return dict(row)
         raise StoreError(f"path: {self.path!r} is not complete: it lacks its data.")
@@ -140,7 +144,7 @@ class Saved:
         StoreError
             If the bytes are missing.
         """
-        return self._store.read(self._file(name))
+        return self.store.read(self._file(name))
 
     def file(self, name: str) -> Path | LocalFile:
         """Return a local file with the bytes of a saved param.
@@ -151,17 +155,17 @@ class Saved:
             If the bytes are missing.
         """
         path = self._file(name)
-        local = self._store.local_path(path)
+        local = self.store.local_path(path)
         if local is not None:
             return Path(local)
         copy = LocalFile()
-        with self._store.open(path) as source, open(copy, "wb") as target:
+        with self.store.open(path) as source, open(copy, "wb") as target:
             shutil.copyfileobj(source, target, 2**22)
         return copy
 
     def _file(self, name: str) -> str:
-        path = f"{self.path}/{self._params}/{name}.pkl"
-        if name not in self._pickled or not self._store.exists(path):
+        path = f"{self.params_folder}/{name}.pkl"
+        if name not in self._pickled or not self.store.exists(path):
             raise StoreError(f"path: {self.path!r} is not complete: it lacks the param {name!r}.")
         return path
 

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,14 @@ from typing import IO, TypeVar
 from hvd_estimators._util.documents import check_types, parse_object, strict_number
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.files import CHUNK_BYTES, Files, digest_of, is_missing
-from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
+from hvd_estimators.store.paths import (
+    Position,
+    RunPaths,
+    file_name,
+    manifest_of,
+    tensors_of,
+    with_manifest,
+)
 from hvd_estimators.store.storage_errors import Kind, kind_of, naming_full_disk
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,30 @@ _REQUIRED: dict[str, type] = {
     **dict.fromkeys(("sha256", "framework"), str),
     "metrics": dict,
 }
-_OPTIONAL: dict[str, tuple[type, ...]] = {"monitor": (str, type(None)), "mode": (str,)}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "monitor": (str, type(None)),
+    "mode": (str,),
+    "files": (list,),
+}
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Further file of a checkpoint, which a rank wrote.
+
+    Attributes
+    ----------
+    name : str
+        Path of the file, relative to the folder of the checkpoints.
+    size : int
+        Size of the file in bytes.
+    sha256 : str
+        SHA-256 digest of the file.
+    """
+
+    name: str
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +95,8 @@ class CheckpointInfo:
         The metric that selects the best checkpoint, or None.
     mode : str
         ``"min"`` if lower values of the metric are better, ``"max"`` if higher values are better.
+    files : tuple of TensorFile
+        Files that the ranks wrote, if each holds a part of the model.
     """
 
     path: str
@@ -75,6 +108,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     monitor: str | None = None
     mode: str = "min"
+    files: tuple[TensorFile, ...] = ()
 
     @property
     def position(self) -> Position:
@@ -215,7 +249,7 @@ def check_valid(store: Files, info: CheckpointInfo) -> None:
 
 @contextlib.contextmanager
 def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
-    """Open a checkpoint after checking that it matches its manifest.
+    """Open a checkpoint after checking that it, and the ranks' files, match its manifest.
 
     A file of a remote store is first copied to a local file, in one sequential read.
 
@@ -230,16 +264,16 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
     """
     with contextlib.ExitStack() as stack:
         try:
+            folder = posixpath.dirname(info.path)
+            for further in info.files:
+                with store.open(f"{folder}/{further.name}") as opened:
+                    _check_content(opened, further)
             file = stack.enter_context(store.open(info.path))
             if store.local_path(info.path) is None:
                 copy = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(file, copy, CHUNK_BYTES)
                 file = copy
-            size = file.seek(0, os.SEEK_END)
-            if size != info.size:
-                raise DamagedCheckpoint(f"it has {size} bytes, and was written with {info.size}")
-            if digest_of(file) != info.sha256:
-                raise DamagedCheckpoint("its content has changed")
+            _check_content(file, info)
         except DamagedCheckpoint:
             raise
         except OSError as error:
@@ -252,21 +286,37 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         yield file
 
 
+def _check_content(file: IO[bytes], expected: CheckpointInfo | TensorFile) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if size != expected.size:
+        raise DamagedCheckpoint(f"it has {size} bytes, and was written with {expected.size}")
+    if digest_of(file) != expected.sha256:
+        raise DamagedCheckpoint("its content has changed")
+
+
 def write_manifest(store: Files, info: CheckpointInfo) -> None:
     """Write the manifest of a checkpoint whose file exists, which completes the checkpoint."""
     document = {
         "format": _FORMAT,
         **{name: value for name, value in vars(info).items() if name != "path"},
+        "files": [[file.name, file.size, file.sha256] for file in info.files],
         "metrics": {name: strict_number(value) for name, value in info.metrics.items()},
     }
     store.write_text(manifest_of(info.path), json.dumps(document, indent=1))
 
 
-def delete_checkpoint(store: Files, run: RunPaths, position: Position) -> None:
-    """Delete a checkpoint, its manifest first, so that no manifest refers to a missing file."""
+def delete_checkpoint(
+    store: Files, run: RunPaths, position: Position, info: CheckpointInfo | None
+) -> None:
+    """Delete a checkpoint, its manifest first, so that no manifest refers to a missing file.
+
+    ``info`` is the content of the manifest, or None if it is not known.
+    """
     path = checkpoint_path(run, position)
     store.delete(manifest_of(path))
     store.delete(path)
+    if info is None or info.files:
+        store.delete(tensors_of(path))
 
 
 def info_at(store: Files, path: str) -> CheckpointInfo | None:
@@ -288,9 +338,17 @@ def info_at(store: Files, path: str) -> CheckpointInfo | None:
         check_types(document, _REQUIRED, required=_REQUIRED)
         check_types(document, _OPTIONAL)
         document["metrics"] = {name: float(value) for name, value in document["metrics"].items()}
+        document["files"] = tuple(map(_tensor_file, document.get("files", ())))
         return CheckpointInfo(path, **document)
     except (TypeError, ValueError, OverflowError) as error:
         raise DamagedCheckpoint(f"its manifest {manifest!r} cannot be read: {error}") from error
+
+
+def _tensor_file(fields: object) -> TensorFile:
+    match fields:
+        case [str() as name, int() as size, str() as digest]:
+            return TensorFile(name, size, digest)
+    raise ValueError(f"files: found {fields!r:.100}")
 
 
 def _manifests(

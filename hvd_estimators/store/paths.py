@@ -1,7 +1,8 @@
 """Layout of paths under a store's prefix, and names of checkpoint files.
 
-A checkpoint consists of two files: the framework's file, such as ``checkpoint-000003.ckpt``, and
-its manifest, ``checkpoint-000003.json``. The manifest is written last. A checkpoint exists if its
+A checkpoint consists of the framework's file, such as ``checkpoint-000003.ckpt``, and its manifest,
+``checkpoint-000003.json``. If the ranks hold parts of a model, they write its tensors to files of a
+folder ``checkpoint-000003.tensors``. The manifest is written last. A checkpoint exists if its
 manifest exists.
 """
 
@@ -22,6 +23,8 @@ SUFFIX = ".ckpt"
 """Suffix of the framework's file."""
 
 _MANIFEST_SUFFIX = ".json"
+
+_TENSORS_SUFFIX = ".tensors"
 
 # The longest name of a file or folder in Linux and HDFS.
 _MOST_BYTES = 255
@@ -53,19 +56,25 @@ def manifest_of(path: str) -> str:
     return path.removesuffix(SUFFIX) + _MANIFEST_SUFFIX
 
 
+def tensors_of(path: str) -> str:
+    """Return the path of the folder with the tensors of a checkpoint file."""
+    return path.removesuffix(SUFFIX) + _TENSORS_SUFFIX
+
+
 def with_manifest(stem: str, names: Iterable[str]) -> list[Position]:
     """Return the positions of all manifests among file names, sorted."""
     return sorted(_positions(stem, names, _MANIFEST_SUFFIX))
 
 
 def orphans(stem: str, names: Iterable[str]) -> list[str]:
-    """Return the names of files that unfinished checkpoints left behind."""
+    """Return the names of files and folders that unfinished checkpoints left behind."""
     names = list(names)
-    complete = {file_name(stem, position) for position in with_manifest(stem, names)}
+    complete = with_manifest(stem, names)
     unfinished = [
-        name
-        for position in _positions(stem, names, SUFFIX)
-        if (name := file_name(stem, position)) not in complete
+        file_name(stem, position).removesuffix(SUFFIX) + suffix
+        for suffix in (SUFFIX, _TENSORS_SUFFIX)
+        for position in _positions(stem, names, suffix)
+        if position not in complete
     ]
     of_checkpoint = re.compile(rf"\.{re.escape(stem)}-\d{{6,}}(-\d+)?\.(ckpt|json)-")
     return unfinished + [n for n in names if is_partial(n) and of_checkpoint.match(n)]

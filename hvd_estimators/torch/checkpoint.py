@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import posixpath
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
 
+from hvd_estimators.store.checkpoints import TensorFile, checkpoint_path
+from hvd_estimators.store.paths import Position, tensors_of
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.serialization import (
     load_optimizer_state,
@@ -25,8 +31,15 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.sharding import gathered, is_sharded, sharded_weights
+from hvd_estimators.torch.sharding import (
+    dealt,
+    is_sharded,
+    sharded_weights,
+    with_tensors,
+    without_tensors,
+)
 from hvd_estimators.torch.stateful import StatefulObjects
+from hvd_estimators.torch.tensor_files import StoredWeights, write_tensors
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -64,6 +77,8 @@ class RunCheckpoints:
         Shards that this rank runs.
     buffers : BufferReducer
         Reducer of the module's buffers.
+    is_sharded : bool
+        Whether this rank holds a part of the parameters.
     """
 
     def __init__(
@@ -86,6 +101,7 @@ class RunCheckpoints:
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
         self.buffers = BufferReducer(module, self.shards, spec.buffer_reduction)
         self._stateful = StatefulObjects({}, module, (optimizer,))
+        self.is_sharded = any(map(is_sharded, module.parameters()))
         self._saved: dict[str, Any] = {}
         self._metric_states: list[Any] = []
         self.gradients: Mapping[str, torch.Tensor] = {}
@@ -179,6 +195,9 @@ class RunCheckpoints:
         """
         if self._spec.run.checkpoints_path is None:
             return False
+        if self.is_sharded:
+            # Otherwise its thread could take the files that ranks write next for orphans.
+            self.writer.finish()
         buffers = ShardBuffers(self._module, self.shards, self._non_persistent)
         own = measured, buffers.digests, is_adding_up
         state, of_ranks = gather_state(
@@ -197,7 +216,7 @@ class RunCheckpoints:
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
             return False
         unequal = buffers.unequal(digests)
-        content = self.whole_content(gradients=dict(gradients))
+        content, files = self._written(Position(state.epoch, state.rows), gradients=dict(gradients))
         if self._rank != 0:
             return True
         parts = {
@@ -215,31 +234,95 @@ class RunCheckpoints:
             saved["buffer_bases"] = self.buffers.bases
             saved = snapshot(saved)
         state = replace(state, parts=parts)
-        self.writer.save(state, lambda file: save_state(saved, file), is_copy=batches > 0)
+        self.writer.save(
+            *(state, lambda file: save_state(saved, file)),
+            is_copy=batches > 0,
+            files=files,
+        )
         return True
 
-    def whole_content(self, **further: Any) -> dict[str, Any]:
-        """Return the states of module and optimizer, and further values. Called by all ranks.
+    def _written(
+        self, position: Position, **further: Any
+    ) -> tuple[dict[str, Any], tuple[TensorFile, ...]]:
+        """Return the content of a checkpoint, and the files of the ranks. Called by all ranks.
 
-        Ranks other than rank 0 get no whole tensors. Tensors that are not sharded are not copied.
+        Each rank writes its share of the sharded tensors. Ranks other than rank 0 get no content
+        without sharding.
         """
-        is_needed = self._rank == 0
-        if not (is_needed or any(map(is_sharded, self._module.parameters()))):
+        if not self.is_sharded:
+            return self.content(**further), ()
+        content, tensors = without_tensors(self.content(**further))
+        path = checkpoint_path(self._spec.run, position)
+        # A rank of an earlier launch may still write, so no two saves use the same names.
+        token = exchange.broadcast(uuid.uuid4().hex[:8], "checkpoint_files")
+        begins = f"{posixpath.basename(tensors_of(path))}/{token}"
+        files, _ = self._write_tensors(posixpath.dirname(path), begins, tensors)
+        return {**content, "files": [file.name for file in files]}, files
+
+    def write_weights(self) -> StoredWeights:
+        """Write the module's weights to a new folder of the run. Called by all ranks.
+
+        The files have the names and the index of Hugging Face's, so its libraries load them.
+        """
+        token = exchange.broadcast(uuid.uuid4().hex, "model_files")
+        folder = f"{self._spec.run.run_path}/model-{token}"
+        parameters = dict(self._module.named_parameters())
+        state = self._module.state_dict() if self._rank == 0 else {}
+        buffers = {n: b.cpu() for n, b in state.items() if n in dict(self._module.named_buffers())}
+        files, index = self._write_tensors(folder, "model", parameters, buffers)
+        if self._rank == 0:
+            document = {
+                "metadata": {"total_size": sum(file.size for file in files)},
+                "weight_map": index,
+            }
+            text = json.dumps(document, indent=1)
+            self._spec.store.write_text(f"{folder}/model.safetensors.index.json", text)
+        return StoredWeights(files, self._spec.store, folder)
+
+    def _write_tensors(
+        self,
+        folder: str,
+        begins: str,
+        sharded: Mapping[str, torch.Tensor],
+        further: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> tuple[tuple[TensorFile, ...], dict[str, str]]:
+        """Write each rank's share of sharded tensors, and further tensors of this rank.
+
+        Returns
+        -------
+        tuple of TensorFile
+            The files of all ranks.
+        dict
+            Name of each tensor to the name of its file.
+        """
+        name = f"{begins}-{self._rank + 1:05}-of-{self._size:05}.safetensors"
+        kept = {**dealt(sharded, self._rank, self._size), **further}
+        written = write_tensors(self._spec.store, folder, name, kept)
+        of_ranks = exchange.gather((written, list(kept)), "tensor_files")
+        index = {key: file.name for file, keys in of_ranks for key in keys}
+        return tuple(file for file, _ in of_ranks), index
+
+    def content(self, **further: Any) -> dict[str, Any]:
+        """Return the states of module and optimizer, and further values.
+
+        Ranks other than rank 0 need them with sharding only.
+        """
+        if not (self._rank == 0 or self.is_sharded):
             return {}
-        content = {
+        return {
             "model": self._module.state_dict(),
             **optimizer_content(self._optimizer, self._module),
             **further,
         }
-        whole: dict[str, Any] = gathered(content, keep=is_needed)
-        return whole
 
     def _load(self) -> RunState | None:
         """Load the run's newest checkpoint, if there is one. Called by all ranks."""
         spec, saved = self._spec, self._saved
 
         def load(file: IO[bytes]) -> None:
-            saved.update(load_state(file))
+            folder = spec.run.checkpoints_path or ""
+            content = with_tensors(load_state(file), spec.store, folder, whole=not self.is_sharded)
+            saved.update(content)
             self._module.load_state_dict(sharded_weights(self._module, saved["model"]))
             self._metric_states = saved.pop("metrics", [])
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]

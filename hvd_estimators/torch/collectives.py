@@ -20,7 +20,7 @@ from hvd_estimators.torch.process_group import (
     connected,
     leave_replaceable_group,
 )
-from hvd_estimators.torch.sharding import gathered, is_sharded, local_part
+from hvd_estimators.torch.sharding import is_sharded, local_part
 from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -313,8 +313,9 @@ def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
-    """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: weight_digest(bits_of(value)) for name, value in module.named_parameters()}
+    """Return a digest of each parameter that a rank holds whole; equal digests mean equal bits."""
+    parameters = module.named_parameters()
+    return {n: weight_digest(bits_of(value)) for n, value in parameters if not is_sharded(value)}
 
 
 def check_same_weights(
@@ -350,6 +351,6 @@ def check_same_weights(
 
 
 def bits_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's bits, for a digest. All ranks must call this for a sharded tensor."""
-    bits: Bytes = gathered(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    """Return a tensor's bits, for a digest."""
+    bits: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return bits

@@ -20,6 +20,7 @@ from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, plain_module
+from hvd_estimators.torch.tensor_files import load_weights
 from hvd_estimators.torch.tensors import AnyColumns
 
 
@@ -46,7 +47,7 @@ class TorchEvaluator:
         forward = Forward("float32", resources)
         self._device = forward.device
         module, loaded = load_module(document, mapped=True)
-        self._module = forward.placed(plain_module(module).eval())
+        self._module = forward.placed(load_weights(plain_module(module), mapped=True).eval())
         self._tensors = loaded.tensors
         self._precision = precision
         self._objective = loaded.on_rank(self._device, model=self._module, rank=0, size=1)

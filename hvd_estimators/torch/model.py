@@ -37,6 +37,7 @@ from hvd_estimators.torch.serialization import (
     save_state,
 )
 from hvd_estimators.torch.shared_params import TorchSharedParams
+from hvd_estimators.torch.tensor_files import load_weights, stored_weights
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
 if TYPE_CHECKING:
@@ -97,6 +98,15 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         default="positional",
         convert=one_of(*INPUT_FORMS),
     )
+
+    def getModel(self) -> torch.nn.Module:
+        """Return the trained module.
+
+        The weights of a model that was trained with ``sharding`` are files in the store, or beside
+        the saved model. This method reads them, and keeps them in memory.
+        """
+        module: Any = self.getOrDefault("model")
+        return load_weights(module) if isinstance(module, torch.nn.Module) else module
 
     def _plain_model(self) -> torch.nn.Module:
         """Return the module, not compiled."""
@@ -171,7 +181,7 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
                 "do not tell them. Export model.getModel() with torch.onnx.export and inputs that "
                 "the function makes."
             )
-        module = self._plain_model()
+        module = plain_module(self.getModel())
         names = self._input_columns().names
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -257,6 +267,9 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
 
         With ``only_trainable``, the file lacks the frozen weights.
         """
+        module = plain_module(self.getOrDefault("model"))
+        if stored_weights(module) is not None:
+            return {}  # its weights are files that other programs read
         weights = io.BytesIO()
-        save_state(kept_weights(plain_module(self.getOrDefault("model"))), weights)
+        save_state(kept_weights(module), weights)
         return {"weights.pt": weights.getvalue()}

@@ -19,8 +19,10 @@ from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
+from hvd_estimators.store import Store
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
+from hvd_estimators.torch.tensor_files import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Copy,
@@ -187,6 +189,8 @@ class TorchPredictor(FrameworkPredictor):
         Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
+    weights_in : tuple of (Store, str), optional
+        Store and folder of a saved model's weights, if the document has none.
     """
 
     def __init__(
@@ -195,11 +199,15 @@ class TorchPredictor(FrameworkPredictor):
         spec: TensorSpec,
         precision: str = "float32",
         resources: Resources = DEFAULT_RESOURCES,
+        weights_in: tuple[Store, str] | None = None,
     ) -> None:
         super().__init__(spec.feature_cols)
         self._forward = Forward(precision, resources)
-        module = plain_module(load_module(document, mapped=True)).eval()
-        self._module: Any = self._forward.placed(module)
+        module = plain_module(load_module(document, mapped=True))
+        if weights_in is not None:
+            find_weights_in(module, *weights_in)
+        load_weights(module, mapped=True)
+        self._module: Any = self._forward.placed(module.eval())
         self._spec = spec
         self.overlaps = self._forward.overlaps
 
@@ -280,4 +288,5 @@ def load_saved(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequ
     """Return the predictor of a saved model, and its features that may be text."""
     precision = saved.get("inference_precision") or "float32"
     spec = transform_spec(saved.get)
-    return TorchPredictor(saved.file("model"), spec, precision, resources), ()
+    given = saved.file("model"), spec, precision, resources
+    return TorchPredictor(*given, weights_in=(saved.store, saved.params_folder)), ()

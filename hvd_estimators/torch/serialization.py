@@ -31,6 +31,7 @@ from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store import Store
 from hvd_estimators.torch.frozen_base import (
     FrozenBase,
     base_of,
@@ -38,7 +39,7 @@ from hvd_estimators.torch.frozen_base import (
     parts_of_bases,
     remade,
 )
-from hvd_estimators.torch.sharding import sharded_optimizer_state
+from hvd_estimators.torch.sharding import sharded_optimizer_state, with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -603,7 +604,9 @@ def load_trained(
     return module, {**content, "others": []}
 
 
-def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, Any]:
+def read_content(
+    file: IO[bytes], safe: bool, custom_objects: Any, folder: tuple[Store, str]
+) -> dict[str, Any]:
     """Read a ``torch.save`` file, on the CPU.
 
     Parameters
@@ -614,6 +617,8 @@ def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, 
         Run no code from the file.
     custom_objects : object
         Not used.
+    folder : tuple of (Store, str)
+        Folder of the files that the ranks wrote, if each holds a part of the model.
 
     Raises
     ------
@@ -627,4 +632,4 @@ def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, 
             "The checkpoint holds more than tensors and plain values, and loading these runs code "
             "from the file. If you trust its author, load it with safe=False."
         ) from error
-    return content
+    return with_tensors(content, *folder, whole=True)

@@ -3,9 +3,9 @@
 `shard` applies ``torch.distributed.fsdp.fully_shard`` (https://docs.pytorch.org/docs/stable/
 distributed.fsdp.fully_shard.html), which gathers the parameters of a layer while it computes. A
 backward pass leaves each rank the mean gradient of its part. Optimizers, clipping and
-schedulers then work on the parts. Checkpoints and the trained model hold whole tensors, so a run
-may resume on another number of ranks, and without sharding. Imports `torch.distributed.tensor`,
-which takes a second, only for sharded fits.
+schedulers then work on the parts. Files hold whole tensors, of which each rank gathers and writes
+some, so a run may resume on another number of ranks, and without sharding. Imports
+`torch.distributed.tensor`, which takes a second, only for sharded fits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.store.files import Files
+from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
 from hvd_estimators.torch.tensors import map_tensors
 
 _M_MMAP_THRESHOLD = -3
@@ -56,11 +60,21 @@ class ShardingOptions:
     def layers_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Return the layers that are gathered one after another, inner ones first.
 
+        A layer that shares weights with others is gathered with the rest of the model.
+
         Raises
         ------
         ParamError
             If the model has no layer of a class that ``shard_modules`` names.
         """
+        total = _uses(module)
+        return [
+            layer
+            for layer in self._wanted(module)
+            if all(total[key] == count for key, count in _uses(layer).items())
+        ]
+
+    def _wanted(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         if self.modules is None:
             return [*_entries_of_lists(module)]
         of_class: dict[str, list[torch.nn.Module]] = {}
@@ -75,6 +89,11 @@ class ShardingOptions:
                 )
         wanted = {id(layer) for name in self.modules for layer in of_class[name]}
         return [layer for layer in module.modules() if id(layer) in wanted][::-1]
+
+
+def _uses(module: torch.nn.Module) -> Counter[int]:
+    """Return how often each parameter occurs in a module, by id."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def _entries_of_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -159,24 +178,82 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def gathered(value: Any, keep: bool = True) -> Any:
-    """Return a value's dicts, lists and tuples with whole tensors, on the CPU. Called by all ranks.
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU, gathered if it is sharded. Called by all ranks."""
+    given: Any = tensor
+    made: torch.Tensor = given.full_tensor() if is_sharded(given) else given
+    return made.cpu()
+
+
+def dealt(tensors: Mapping[str, Any], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """Return the whole tensors that this rank keeps, on the CPU. Called by all ranks.
+
+    Each tensor is gathered by itself and kept by the rank that has the fewest bytes so far, so no
+    rank holds much more than its share.
 
     Parameters
     ----------
-    value : object
-        The value.
-    keep : bool
-        Whether this rank needs the tensors; otherwise it gets None for each that is sharded.
+    tensors : mapping of str to torch.Tensor
+        Sharded tensors, in the same order on all ranks.
+    rank, size : int
+        This rank, and the number of ranks.
     """
+    kept, held = {}, [0] * size
+    for name, tensor in tensors.items():
+        keeper = held.index(min(held))
+        held[keeper] += tensor.nbytes
+        gathered = tensor.full_tensor()
+        if keeper == rank:
+            kept[name] = gathered.cpu()
+    return kept
 
-    def whole(tensor: Any) -> Any:
+
+def without_tensors(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a value with placeholders for its sharded tensors, and these by number.
+
+    A placeholder is a tensor on the meta device, which has a shape and no memory.
+    """
+    found: dict[str, Any] = {}
+
+    def placeholder(tensor: Any) -> Any:
         if not is_sharded(tensor):
             return tensor
-        made = tensor.full_tensor()
-        return made.cpu() if keep else None
+        found[str(len(found))] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return map_tensors(whole, value)
+    return map_tensors(placeholder, value), found
+
+
+def with_tensors(
+    content: dict[str, Any], store: Files, folder: str, *, whole: bool
+) -> dict[str, Any]:
+    """Return the content of a checkpoint with tensors for the placeholders.
+
+    Parameters
+    ----------
+    content : dict
+        Result of `without_tensors`, and ``"files"``, the names of the ranks' files. Without these,
+        it is returned unchanged.
+    store : Files
+        The store of the files.
+    folder : str
+        The folder of the checkpoint.
+    whole : bool
+        Whether to read the tensors. Otherwise, they are `StoredTensor` objects.
+    """
+    names = content.pop("files", None)
+    if names is None:
+        return content
+    reader, numbers = TensorReader(store, [f"{folder}/{name}" for name in names]), itertools.count()
+
+    def replacement(tensor: torch.Tensor) -> Any:
+        if not tensor.is_meta:
+            return tensor
+        stored = reader.stored(str(next(numbers)))
+        return stored.whole() if whole else stored
+
+    filled: dict[str, Any] = map_tensors(replacement, content)
+    return filled
 
 
 def sharded_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -208,15 +285,36 @@ def _parts_of(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     """Return the optimizer's state of a parameter; entries of its shape are cut like it."""
     return {
         name: _part(value, parameter)
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        if isinstance(value, torch.Tensor | StoredTensor)
+        and value.shape == parameter.shape
+        and len(value.shape)
         else value
         for name, value in entries.items()
     }
 
 
-def _part(whole: torch.Tensor, like: Any) -> Any:
+def _part(whole: torch.Tensor | StoredTensor, like: Any) -> Any:
     """Return this rank's part of a tensor, cut like another one. No rank sends anything."""
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, placements = like.device_mesh, like.placements
+    if isinstance(whole, StoredTensor):
+        return DTensor.from_local(
+            own_rows(whole, like).to(like.device),
+            *(mesh, placements),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    return distribute_tensor(whole.to(like.device), mesh, placements, src_data_rank=None)
+
+
+def own_rows(whole: StoredTensor, like: Any) -> torch.Tensor:
+    """Return this rank's rows of a tensor in a file, cut like another tensor.
+
+    `fully_shard` divides the first dimension like `torch.chunk`.
+    """
+    rows = like.shape[0]
+    most = -(-rows // like.device_mesh.size())
+    start = min(like.device_mesh.get_local_rank() * most, rows)
+    return whole.rows(start, start + like.to_local().shape[0])

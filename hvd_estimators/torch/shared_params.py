@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
 import torch
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.save import Saved
+from hvd_estimators.store import Store
 from hvd_estimators.torch.serialization import (
+    copied,
     dump_module,
     dump_optimizer,
     load_module,
     load_optimizer,
+)
+from hvd_estimators.torch.tensor_files import (
+    StoredWeights,
+    find_weights_in,
+    set_stored_weights,
+    stored_weights,
 )
 
 
@@ -27,7 +37,12 @@ class TorchSharedParams(DeclaredParams, Saved):
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         if name == "model" and isinstance(value, torch.nn.Module):
-            return dump_module(value)
+            weights = stored_weights(value)
+            if weights is None:
+                return dump_module(value)
+            saved = copied(value)
+            set_stored_weights(saved, StoredWeights(weights.files))
+            return dump_module(saved)
         model = self.getOrDefault("model") if name == "optimizer" else None
         if isinstance(model, torch.nn.Module):
             return dump_optimizer(value, model)
@@ -46,3 +61,14 @@ class TorchSharedParams(DeclaredParams, Saved):
         elif optimizer is not None:
             values["optimizer"] = cloudpickle.loads(optimizer)
         return values
+
+    def _further_files(self) -> Iterator[tuple[str, LocalFile]]:
+        weights = stored_weights(self.getOrDefault("model"))
+        if weights is not None:
+            yield from weights.local_copies()
+
+    def _loaded_from(self, url: str) -> None:
+        module = self.getOrDefault("model")
+        if stored_weights(module) is not None:
+            store = Store.create(url)
+            find_weights_in(module, store, store.get_full_path(url).rstrip("/"))

@@ -547,6 +547,8 @@ def snapshot(value: Any) -> Any:
     memo: dict[Any, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor  # a placeholder
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)
         position = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

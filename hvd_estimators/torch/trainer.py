@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.frozen_base import check_frozen, keep_only_trainable
+from hvd_estimators.torch.frozen_base import base_of, check_frozen, keep_only_trainable
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
@@ -43,12 +43,16 @@ from hvd_estimators.torch.optimizer_step import (
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer_state,
+    module_file,
     plain_module,
-    restore_optimizer,
     trained_file,
 )
-from hvd_estimators.torch.sharding import ShardingOptions, shard
-from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
+from hvd_estimators.torch.sharding import ShardingOptions, shard, whole
+from hvd_estimators.torch.tensor_files import (
+    drop_weights,
+    set_stored_weights,
+)
+from hvd_estimators.torch.tensors import Batch, gpu_memory, map_tensors, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import (
@@ -280,13 +284,14 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         digests = weight_digests(self.original_module)
-        check_frozen(self.original_module, digests)
-        content = self.checkpoints.whole_content()
-        if self.rank == 0:
+        if self.is_sharded:
+            state = self._sharded_result()
+        else:
+            check_frozen(self.original_module, digests)
+        if self.rank == 0 and not self.is_sharded:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
-            if self.is_sharded:
-                self._take_whole(content)
+            content = self.checkpoints.content()
             del content["model"]
             state = trained_file(
                 self.module,
@@ -304,16 +309,29 @@ class _Trainer:
             weight_digests=digests,
         )
 
-    def _take_whole(self, content: Mapping[str, Any]) -> None:
-        """Load the driver's objects again, with the weights and the optimizer's state whole."""
-        objects = load_objects(self.spec.objects, torch.device("cpu"))
-        trained = dict(self.original_module.named_parameters())
-        self.module, self.optimizer = objects.module, objects.optimizer
-        self.returned = objects.returned
-        self.module.load_state_dict(content["model"])
-        restore_optimizer(self.optimizer, self.module, content)
-        for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(trained[name].requires_grad)
+    def _sharded_result(self) -> LocalFile | None:
+        """Return the driver's objects after training, on rank 0. Called by all ranks.
+
+        The weights of the module are in the store. With ``only_trainable``, the object has them.
+        The optimizer has no state.
+        """
+        trained = self.original_module
+        has_base = base_of(trained) is not None
+        weights = None if has_base else self.checkpoints.write_weights()
+        kept: dict[str, Any] = map_tensors(whole, trained.state_dict()) if has_base else {}
+        if self.rank:
+            return None
+        objects: TrainedObjects = load_module(self.spec.objects, mapped=True)
+        requires_grad = {name: value.requires_grad for name, value in trained.named_parameters()}
+        for name, parameter in objects.module.named_parameters():
+            parameter.requires_grad_(requires_grad[name])
+        if weights is not None:
+            drop_weights(objects.module)
+            set_stored_weights(objects.module, weights)
+            kept = dict(trained.named_buffers())
+        objects.module.load_state_dict(kept, strict=False)
+        objects.optimizer.state.clear()
+        return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 
     def _run_epoch(self, epoch: int, batches: StepBatches, data: DataModule) -> EpochMetrics:
         train, done = self._start_epoch(epoch)

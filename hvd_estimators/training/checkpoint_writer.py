@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import logging
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
     DamagedCheckpoint,
+    TensorFile,
     best_checkpoint,
     checkpoint_path,
     delete_checkpoint,
@@ -26,7 +28,13 @@ from hvd_estimators.store.checkpoints import (
     write_manifest,
 )
 from hvd_estimators.store.files import CHUNK_BYTES
-from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
+from hvd_estimators.store.paths import (
+    Position,
+    manifest_of,
+    orphans,
+    tensors_of,
+    with_manifest,
+)
 from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.run_state import (
@@ -104,6 +112,7 @@ class CheckpointWriter:
         upload_others: Callable[[], None] | None = None,
         *,
         is_copy: bool = False,
+        files: tuple[TensorFile, ...] = (),
     ) -> None:
         """Save a state. The caller may change the state when this method returns.
 
@@ -119,6 +128,8 @@ class CheckpointWriter:
         is_copy : bool
             Whether ``write_model`` writes a copy that does not change, so that the thread may write
             it. ``state`` must then be a copy as well.
+        files : tuple of TensorFile
+            Files of the checkpoint that the ranks have written.
 
         Raises
         ------
@@ -146,6 +157,7 @@ class CheckpointWriter:
             metrics,
             monitor,
             mode,
+            files,
         )
 
         def publish() -> None:
@@ -205,7 +217,7 @@ class CheckpointWriter:
                 if file is not target:
                     file.seek(0)
                     shutil.copyfileobj(file, target, CHUNK_BYTES)
-                stored = self._stored_checkpoints()
+                stored = self._stored_checkpoints(info)
                 # Checked again, because ranks of another launch may write a file with this name.
                 self._check_fence()
                 if info.position in stored:
@@ -225,10 +237,11 @@ class CheckpointWriter:
         if self._options.fence is not None:
             self._options.fence.check(self._store)
 
-    def _stored_checkpoints(self) -> dict[Position, CheckpointInfo | None]:
+    def _stored_checkpoints(self, current: CheckpointInfo) -> dict[Position, CheckpointInfo | None]:
         """Return the checkpoints in the store by position; None marks an unreadable one.
 
-        The first call lists the store, and records orphans of unfinished saves for deletion.
+        The first call lists the store, and records orphans of unfinished saves for deletion. The
+        ranks' files of the current save are no orphans.
         """
         if self._stored is None:
             store, run = self._store, self._run
@@ -238,7 +251,8 @@ class CheckpointWriter:
             among = with_manifest(run.checkpoint_filename, names)
             self._stored = dict.fromkeys(among)
             self._stored.update({i.position: i for i in list_checkpoints(store, run, among)})
-            self._orphans = orphans(run.checkpoint_filename, names)
+            own = posixpath.basename(tensors_of(current.path))
+            self._orphans = [n for n in orphans(run.checkpoint_filename, names) if n != own]
         return self._stored
 
     def _delete_others(
@@ -258,8 +272,7 @@ class CheckpointWriter:
             info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
         }
         for position in stored.keys() - kept_positions:
-            delete_checkpoint(self._store, self._run, position)
-            del stored[position]
+            delete_checkpoint(self._store, self._run, position, stored.pop(position))
         while self._orphans:
             self._store.delete(f"{self._run.checkpoints_path}/{self._orphans.pop()}")
 
@@ -350,7 +363,11 @@ def restore(
         if info is None:
             return None
         try:
-            file = stack.enter_context(open_valid(store, info)) if newest is None else newest[1]
+            if newest is None:
+                # Rank 0 has checked the ranks' files, of which each rank reads parts.
+                file = stack.enter_context(open_valid(store, replace(info, files=())))
+            else:
+                file = newest[1]
         except DamagedCheckpoint as error:
             raise StoreError(
                 f"{info.path!r} is not the same file on rank {rank} and on rank 0 ({error}). Set a "

@@ -99,5 +99,9 @@ def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, tuple[int, 
         (interrupted / "checkpoints").mkdir(parents=True)
         for path in (kept.path, manifest_of(kept.path)):
             shutil.copy(path, interrupted / "checkpoints")
+        for file in kept.files:
+            target = interrupted / "checkpoints" / file.name
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(folder / "checkpoints" / file.name, target)
         shutil.copy(folder / "metadata.json", interrupted / "metadata.json")
         yield interrupted.name, (kept.epoch, kept.rows)

@@ -95,12 +95,19 @@ def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
-@pytest.mark.parametrize("framework", others_in_soak("keras", "torch"))
+@pytest.mark.parametrize(
+    ("framework", "sharding"),
+    [
+        ("keras", None),
+        pytest.param("torch", None, marks=pytest.mark.soak),
+        pytest.param("torch", "full", marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(
-    framework: str, tmp_path: Path
+    framework: str, sharding: str | None, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("KILLS_SEED", "17"))
-    check(framework, READERS[0], tmp_path, seed, 1, collectives="torch")
+    check(framework, READERS[0], tmp_path, seed, 1, **of_torch(sharding))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,15 @@ def test_kills_at_twenty_moments_do_not_change_the_result(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_kills_of_torch_distributed_ranks_at_twenty_moments(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "sharding"), [("torch", None), ("torch", "full"), ("lightning", None)]
+)
+def test_kills_of_torch_distributed_ranks_at_twenty_moments(
+    framework: str, sharding: str | None, tmp_path: Path
+) -> None:
     seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
-    check(framework, READERS[0], tmp_path, seed, 20, collectives="torch")
+    check(framework, READERS[0], tmp_path, seed, 20, **of_torch(sharding))
+
+
+def of_torch(sharding: str | None) -> dict[str, Any]:
+    return {"collectives": "torch"} if sharding is None else {"sharding": sharding}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import numpy as np
@@ -16,7 +20,13 @@ from rank_pool import shared_ranks
 from reference import WIDTH, global_batches, write_rows
 from resuming import DataDependent, kept_checkpoints
 from torch.nn import functional
+from variants import others_in_soak
 
+from hvd_estimators import load_checkpoint
+from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.store import LocalStore
+from hvd_estimators.store.checkpoints import list_checkpoints
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -109,6 +119,12 @@ def fit(store: Any, ranks: int, net: torch.nn.Module, name: str = "adamw", **par
             **params,
         }
     ).fit_on_parquet()
+
+
+def optimizer_state(store: Any, run_id: str) -> dict[int, Any]:
+    """Return the optimizer's state in the newest checkpoint of a run."""
+    state: dict[int, Any] = load_checkpoint(store, run_id).content["optimizer"]["state"]
+    return state
 
 
 def train_alone(
@@ -214,7 +230,7 @@ def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
     write_rows(Path(store.get_train_data_path()), ROWS)
     given = {"checkpoint_every_n_steps": 1, "keep_checkpoints": 99}
     model = fit(store, 2, make(), name, run_id="mine", **given)
-    weights, state = model.getModel().state_dict(), model.getOptimizer().state_dict()["state"]
+    weights, state = model.getModel().state_dict(), optimizer_state(store, "mine")
     others: list[dict[str, Any]] = [{}, {"sharding": "none"}, {"ranks": 1}]
     positions = []
     for number, (run_id, position) in enumerate(kept_checkpoints(store, "mine")):
@@ -223,10 +239,53 @@ def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
         same = fit(store, params.pop("ranks"), make(), name, run_id=run_id, **params)
         exact = {"rtol": 0, "atol": 0} if number % 3 == 0 else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(same.getModel().state_dict(), weights, **exact)
-        torch.testing.assert_close(same.getOptimizer().state_dict()["state"], state, **exact)
+        torch.testing.assert_close(optimizer_state(store, run_id), state, **exact)
     # Each step of two epochs of five steps, of 8 rows but the last one.
     within = [(epoch, rows) for epoch in (0, 1) for rows in (8, 16, 24, 32)]
     assert positions == sorted([*within, (1, 0), (2, 0)])
+
+
+class DyingStore(LocalStore):
+    """Store whose process is killed while it writes a file of the second epoch's checkpoint."""
+
+    dies_at = ""
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        with super().open_atomic(path) as file:
+            yield file
+            if self.dies_at and fnmatch.fnmatch(path, f"*{self.dies_at}*"):
+                file.flush()
+                Path(self.folder, "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+MOMENTS = [f"000002.tensors/*-0000{rank}-of-00004" for rank in (1, 4)] + [
+    "000002.ckpt",
+    "000002.json",
+]
+
+
+@pytest.mark.parametrize("moment", others_in_soak(*MOMENTS[::-1]))
+def test_a_checkpoint_that_is_killed_in_parts_is_the_old_one(tmp_path: Path, moment: str) -> None:
+    store = DyingStore(str(tmp_path))
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    expected = fit(store, 4, Net(), run_id="whole", keep_checkpoints=9)
+    store.dies_at = moment
+    with pytest.raises(WorkerFailedError):
+        fit(store, 4, Net(), run_id="mine", backend=LocalBackend(4))
+    assert Path(store.folder, "killed").exists()
+    store.dies_at = ""
+    first, _ = list_checkpoints(store, store.run_paths("whole"))
+    old, kept = load_checkpoint(first.path), load_checkpoint(store, "mine")
+    assert kept.epoch == 1
+    torch.testing.assert_close(kept.content["model"], old.content["model"], rtol=0, atol=0)
+    resumed = fit(store, 4, Net(), run_id="mine")
+    torch.testing.assert_close(
+        resumed.getModel().state_dict(), expected.getModel().state_dict(), rtol=0, atol=0
+    )
+    names = {path.name for path in Path(store.get_checkpoint_path("mine") or "").rglob("*.tensors")}
+    assert names == {"checkpoint-000001.tensors", "checkpoint-000002.tensors"}
 
 
 def test_an_optimizer_with_a_state_continues_on_parts(store: Any) -> None:

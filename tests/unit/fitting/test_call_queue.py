@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hvd_estimators.fitting.call_queue import CallQueue
+from hvd_estimators.fitting.run_loggers import CallQueue
 
 
 def test_calls_are_made_in_order_without_blocking() -> None:

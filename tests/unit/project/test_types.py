@@ -188,4 +188,5 @@ def test_signatures_and_help_show_types_and_defaults() -> None:
     )
     getter = inspect.signature(TorchEstimator.getBatchSize)  # type: ignore[attr-defined]
     assert str(getter) == "(self) -> int"
-    assert str(inspect.signature(TorchModel.getModel)) == "(self) -> torch.nn.Module"
+    getter = inspect.signature(TorchModel.getOptimizer)  # type: ignore[attr-defined]
+    assert str(getter) == "(self) -> torch.optim.Optimizer | None"

@@ -14,7 +14,7 @@ from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.checks import check_sharding
 from hvd_estimators.torch.settings import TorchSettings
-from hvd_estimators.torch.sharding import ShardingOptions, gathered
+from hvd_estimators.torch.sharding import ShardingOptions, without_tensors
 
 
 class Layer(torch.nn.Module):
@@ -38,6 +38,8 @@ def test_the_entries_of_lists_are_gathered_one_after_another() -> None:
     found = ShardingOptions("full", ("Linear", "Layer")).layers_of(net)
     assert found == [net.heads[0], *second.parts[::-1], second, *first.parts[::-1], first]
     assert ShardingOptions("full").layers_of(torch.nn.Linear(2, 2)) == []
+    second.parts[0].weight = net.heads[0].weight  # gathered with the rest
+    assert ShardingOptions("full").layers_of(torch.nn.Sequential(net)) == [first]
     with pytest.raises(ParamError, match=r"no layer of class 'Layre'.*Did you mean 'Layer'"):
         ShardingOptions("full", ("Layre",)).layers_of(net)
 
@@ -49,7 +51,8 @@ class Batches(DataModule):
 def test_values_without_parts_are_unchanged() -> None:
     weights = Net().state_dict()
     value = {"model": weights, "groups": [["a"], ("b", 1)]}
-    made = gathered(value)
+    made, found = without_tensors(value)
+    assert not found
     assert made.keys() == value.keys()
     assert made["groups"] == value["groups"]
     assert made["model"]._metadata == weights._metadata

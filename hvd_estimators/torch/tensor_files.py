@@ -1,0 +1,329 @@
+"""Tensors in safetensors files of a store, by name.
+
+A file is the length of its header (8 bytes, little-endian), the header in JSON, and the bytes of
+the tensors (https://huggingface.co/docs/safetensors/index#format). Ranks write the tensors one
+after another and read rows of them, which the package `safetensors` does on local disks only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_estimators._util.documents import check_types, parse_object
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store.base import Store
+from hvd_estimators.store.checkpoints import TensorFile
+from hvd_estimators.store.files import Files, fetch
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_FIRST_BYTES = 2**16
+"""Bytes of a file that the first request reads; the headers of most files are smaller."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a file, whose bytes begin at ``start``."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def write_tensors(
+    store: Files, folder: str, name: str, tensors: Mapping[str, torch.Tensor]
+) -> TensorFile:
+    """Write tensors to a file of a store, one after another.
+
+    Parameters
+    ----------
+    store : Files
+        The store.
+    folder, name : str
+        Folder, and path in it, of the file, which appears when it is complete.
+    tensors : mapping of str to torch.Tensor
+        Tensors on the CPU, by name.
+
+    Returns
+    -------
+    TensorFile
+        Name, size and digest of the file.
+    """
+    # Large items first, so that each tensor begins at a multiple of its item's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    document = json.dumps(header).encode()
+    document += b" " * (-len(document) % _LENGTH_BYTES)
+    digest = hashlib.sha256()
+    with store.open_atomic(f"{folder}/{name}") as file:
+
+        def write(content: Any) -> None:
+            file.write(content)
+            digest.update(content)
+
+        write(len(document).to_bytes(_LENGTH_BYTES, "little") + document)
+        for _, tensor in ordered:
+            if tensor.numel():
+                write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return TensorFile(name, _LENGTH_BYTES + len(document) + end, digest.hexdigest())
+
+
+class TensorReader:
+    """Reads tensors, or rows of them, from files of a store.
+
+    Parameters
+    ----------
+    store : Files
+        The store.
+    paths : iterable of str
+        The files.
+    mapped : bool
+        Whether to map files of a local disk into memory instead of reading them.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a file does not exist.
+    StoreError
+        If one is not a safetensors file, or cannot be read.
+    """
+
+    def __init__(self, store: Files, paths: Iterable[str], mapped: bool = False) -> None:
+        self._store = store
+        self._mapped = mapped
+        self._entries: dict[str, _Entry] = {}
+        for path in paths:
+            try:
+                self._entries.update(_read_header(store, path))
+            except (ValueError, TypeError, LookupError, OverflowError) as error:
+                raise StoreError(
+                    f"{path!r} is not a safetensors file, or is damaged "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the tensors."""
+        return list(self._entries)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor that is not read yet."""
+        entry = self._entries[name]
+        return StoredTensor(self, name, entry.shape, entry.dtype)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the entries from ``start`` to ``stop`` of a tensor's first dimension."""
+        entry = self._entries[name]
+        inner = entry.shape[1:]
+        row_bytes = entry.dtype.itemsize * int(np.prod(inner, dtype=np.int64))
+        return self._read(entry, start * row_bytes, stop * row_bytes, (stop - start, *inner))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor."""
+        entry = self._entries[name]
+        count = entry.dtype.itemsize * int(np.prod(entry.shape, dtype=np.int64))
+        return self._read(entry, 0, count, entry.shape)
+
+    def _read(self, entry: _Entry, begin: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
+        if begin == end:
+            return torch.empty(shape, dtype=entry.dtype)
+        first, content = entry.start + begin, np.empty(0, np.uint8)
+        local = self._store.local_path(entry.path) if self._mapped else None
+        if local is not None:
+            # Copied where it is changed.
+            content = np.memmap(local, np.uint8, "c", first, (end - begin,))
+        else:
+            (read,) = self._store.read_ranges(entry.path, [(first, entry.start + end)])
+            content = np.frombuffer(bytearray(read), np.uint8)
+        if len(content) != end - begin:
+            raise StoreError(f"{entry.path!r} is not complete. Restore the file.")
+        return torch.from_numpy(content).view(entry.dtype).reshape(shape)
+
+
+def _read_header(store: Files, path: str) -> dict[str, _Entry]:
+    """Return the tensors of a file, by name."""
+    (begin,) = store.read_ranges(path, [(0, _FIRST_BYTES)])
+    start = _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")
+    if start > len(begin):
+        (further,) = store.read_ranges(path, [(len(begin), start)])
+        begin += further
+    if len(begin) < start:
+        raise ValueError("its header is not complete")
+    document = parse_object(begin[_LENGTH_BYTES:start])
+    document.pop(_METADATA, None)
+    entries = {}
+    for name, fields in document.items():
+        check_types(fields, {"dtype": str, "shape": list, "data_offsets": list})
+        shape, (first, last) = tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
+        dtype = _DTYPES[fields["dtype"]]
+        if min((first, *shape)) < 0 or last - first != dtype.itemsize * np.prod(
+            shape, dtype=object
+        ):
+            raise ValueError(f"the shape of {name!r} does not fit its bytes")
+        entries[name] = _Entry(path, dtype, shape, start + first)
+    return entries
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Tensor in a file, of which a rank reads its part.
+
+    Attributes
+    ----------
+    reader : TensorReader
+        Reader of the file.
+    name : str
+        Name of the tensor.
+    shape : tuple of int
+        Shape of the tensor.
+    dtype : torch.dtype
+        Its type.
+    """
+
+    reader: TensorReader
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return the entries from ``start`` to ``stop`` of the first dimension."""
+        return self.reader.rows(self.name, start, stop)
+
+    def whole(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.reader.whole(self.name)
+
+
+_WEIGHTS = "hvd_estimators weights"
+"""Attribute of a module without weights, with its `StoredWeights`."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Files with the weights of a module, which is loaded without them.
+
+    Attributes
+    ----------
+    files : tuple of TensorFile
+        The files.
+    store : Store or None
+        The store of the files; None in a saved model, whose files are beside it.
+    folder : str
+        The folder of the files.
+    """
+
+    files: tuple[TensorFile, ...]
+    store: Store | None = None
+    folder: str = ""
+
+    def reader(self, mapped: bool = False) -> TensorReader:
+        """Return a reader of the files."""
+        assert self.store is not None
+        return TensorReader(self.store, [f"{self.folder}/{f.name}" for f in self.files], mapped)
+
+    def local_copies(self) -> Iterator[tuple[str, LocalFile]]:
+        """Yield the name and a verified local copy of each file."""
+        assert self.store is not None
+        for file in self.files:
+            yield file.name, fetch(self.store, f"{self.folder}/{file.name}", file.sha256)[0]
+
+
+def stored_weights(module: Any) -> StoredWeights | None:
+    """Return the files with a module's weights; None if the module has its weights."""
+    found: StoredWeights | None = getattr(module, "__dict__", {}).get(_WEIGHTS)
+    return found
+
+
+def set_stored_weights(module: torch.nn.Module, weights: StoredWeights) -> None:
+    """Note where a module's weights are."""
+    vars(module)[_WEIGHTS] = weights
+
+
+def find_weights_in(module: Any, store: Store, folder: str) -> None:
+    """Note the folder of a module's weights, if it was saved without them."""
+    weights = stored_weights(module)
+    if weights is not None:
+        set_stored_weights(module, replace(weights, store=store, folder=folder))
+
+
+def drop_weights(module: torch.nn.Module) -> None:
+    """Move the parameters to the meta device, where they have no memory.
+
+    They stay the same objects, to which optimizers refer.
+    """
+    for parameter in module.parameters():
+        replace_parameter(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def replace_parameter(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter another tensor, on any device. It stays the same object."""
+    made = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
+
+
+def load_weights(module: torch.nn.Module, mapped: bool = False) -> torch.nn.Module:
+    """Give a module the weights of its files, if it lacks them, and return it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    mapped : bool
+        Whether to map files of a local disk into memory, which processes then share.
+
+    Raises
+    ------
+    StoreError
+        If a file is missing or damaged.
+    """
+    weights = stored_weights(module)
+    if weights is None:
+        return module
+    try:
+        reader = weights.reader(mapped)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"The weights of the model are missing in the store ({error}). The model that fit() "
+            "returns has its weights in the folder of its run; save it before you delete the run."
+        ) from error
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            replace_parameter(parameter, reader.whole(name))
+    del vars(module)[_WEIGHTS]
+    return module

@@ -1,0 +1,126 @@
+"""A model whose ranks hold parts of it stays in files: from fit to prediction without Spark."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.sql import SparkSession
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.store import LocalStore
+from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
+
+pytestmark = pytest.mark.spark
+
+
+class Net(torch.nn.Module):
+    """Two layers in a list, batch normalization, and a last layer that shares weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 4)
+        self.last.weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(self.norm(x)).sum(dim=1)
+
+
+@pytest.fixture(scope="module")
+def frame(spark: SparkSession) -> Any:
+    drawn = np.random.default_rng(2).normal(size=(40, 4)).astype("float32")
+    rows = [{"features": row.tolist(), "label": float(row.sum())} for row in drawn]
+    return spark.createDataFrame(pd.DataFrame(rows)).cache()
+
+
+@pytest.fixture(scope="module")
+def fitted(frame: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LocalStore]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    store, net = LocalStore(str(tmp_path_factory.mktemp("sharded"))), Net()
+    estimator = TorchEstimator(
+        **{"backend": LocalBackend(2), "store": store, "model": net, "run_id": "mine"},
+        optimizer=torch.optim.Adam(net.parameters(), 0.01),
+        loss=functional.mse_loss,
+        **{"feature_cols": ["features"], "label_cols": ["label"], "sharding": "full"},
+        **{"batch_size": 5, "epochs": 2, "verbose": 0},
+    )
+    return estimator.fit(frame), store
+
+
+def predictions(model: Any, frame: Any) -> np.ndarray:
+    return np.array([row[0] for row in model.transform(frame).select("label__output").collect()])
+
+
+def test_a_model_stays_in_files_until_it_is_asked_for(
+    fitted: tuple[Any, LocalStore], frame: Any, tmp_path: Path
+) -> None:
+    model, store = fitted
+    (folder,) = Path(store.get_run_path("mine")).glob("model-*")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(index.values())}
+    assert len(files) == 2
+    weights = {name: files[file][name] for name, file in index.items()}
+
+    found = predictions(model, frame)
+    evaluated = model.evaluate(frame).metrics
+    path = str(tmp_path / "model")
+    model.save(path)
+    loaded = TorchModel.load(path)
+    # Neither of these read the weights on the driver.
+    for each in (model, loaded):
+        assert all(p.is_meta for p in each.getOrDefault("model").parameters())
+
+    net = Net().eval()
+    net.load_state_dict(weights, strict=False)
+    assert {*Net().state_dict()} - {*weights} == {"last.weight"}
+    features = np.array([row[0] for row in frame.select("features").collect()], "float32")
+    labels = np.array([row[0] for row in frame.select("label").collect()])
+    with torch.no_grad():
+        expected = net(torch.from_numpy(features)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
+    assert evaluated["loss"] == pytest.approx(np.mean((expected - labels) ** 2), rel=1e-5)
+    predictor = load_predictor(path)
+    np.testing.assert_allclose(
+        predictor.predict({"features": features})["label__output"], found, rtol=0
+    )
+
+    module = loaded.getModel()
+    torch.testing.assert_close(module.state_dict(), net.state_dict(), rtol=0, atol=0)
+    assert module.last.weight is module.layers[0].weight
+    np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
+    again = str(tmp_path / "again")
+    loaded.save(again)
+    torch.testing.assert_close(
+        TorchModel.load(again).getModel().state_dict(), net.state_dict(), rtol=0, atol=0
+    )
+
+
+def test_a_saved_model_does_not_need_the_run(
+    fitted: tuple[Any, LocalStore], frame: Any, tmp_path: Path
+) -> None:
+    model, store = fitted
+    found = predictions(model, frame)
+    path = str(tmp_path / "model")
+    model.save(path)
+    model.write().overwrite().save(path)  # replaces all files
+    assert len(list(Path(path).glob("params*/*.safetensors"))) == 2
+    store.delete_run("mine")
+    np.testing.assert_allclose(predictions(TorchModel.load(path), frame), found, rtol=0)
+    with pytest.raises(StoreError, match="save it before you delete the run"):
+        model.getModel()
