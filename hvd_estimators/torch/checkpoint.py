@@ -39,7 +39,8 @@ from hvd_estimators.torch.sharding import (
     without_tensors,
 )
 from hvd_estimators.torch.stateful import StatefulObjects
-from hvd_estimators.torch.tensor_files import StoredWeights, write_tensors
+from hvd_estimators.torch.stored_weights import StoredWeights
+from hvd_estimators.torch.tensor_files import write_tensors
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -277,7 +278,7 @@ class RunCheckpoints:
             }
             text = json.dumps(document, indent=1)
             self._spec.store.write_text(f"{folder}/model.safetensors.index.json", text)
-        return StoredWeights(files, self._spec.store, folder)
+        return StoredWeights(files, folder=folder)
 
     def _write_tensors(
         self,

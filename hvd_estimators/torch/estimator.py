@@ -21,6 +21,7 @@ from hvd_estimators.params import (
     one_of,
     param,
     shapes,
+    string,
 )
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.framework import TorchFramework
@@ -40,6 +41,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.sharding import MODES
 from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.stateful import has_state
+from hvd_estimators.torch.stored_weights import find_weights_in
 from hvd_estimators.torch.tensors import INPUT_FORMS
 from hvd_estimators.torch.trainer import TrainedObjects
 
@@ -220,6 +222,13 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         default=False,
         convert=boolean,
     )
+    init_weights = param(
+        "Path or URL of a safetensors file, or of a folder of them, with the weights with which "
+        "training begins. model must be a function, such as one that calls from_config() of "
+        "Hugging Face. The driver makes the module without these weights, and each rank reads "
+        "them. What the files lack keeps the function's values.",
+        convert=string,
+    )
     only_trainable = param(
         "Whether checkpoints, the fitted model and its saved form hold only the parameters that "
         "require gradients when model, a function, returns the module, and the buffers. The "
@@ -241,6 +250,7 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
             lambda: load_module(run_results.spec.objects)
         )
         module, state = load_trained(run_results.state, lambda: given().module)
+        find_weights_in(module, run_results.spec.store)
         if state["others"]:
             optimizer, returned = state["others"]
         else:

@@ -20,7 +20,7 @@ from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensor_files import load_weights
+from hvd_estimators.torch.stored_weights import load_weights
 from hvd_estimators.torch.tensors import AnyColumns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from hvd_estimators.fitting.framework import (
 )
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
+from hvd_estimators.store.base import as_store
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_batch_size,
@@ -51,6 +53,7 @@ from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
+from hvd_estimators.torch.stored_weights import made_without_weights
 from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
@@ -77,13 +80,27 @@ class TorchFramework(Framework):
     )
     optional_run_settings = (
         *Framework.optional_run_settings,
-        *("loss_form", "class_weight", "only_trainable", *STEP_PARAMS),
+        *("loss_form", "class_weight", "only_trainable", "init_weights", *STEP_PARAMS),
     )
     settings: TorchSettings
 
     @classmethod
     def with_objects(cls, estimator: Fittable) -> Fittable:
         function, remembers = map(estimator.getOrDefault, ("model", "only_trainable"))
+        path = estimator.getOrDefault("init_weights")
+        if path is not None:
+            if remembers or not is_function(function):
+                found = "only_trainable" if remembers else f"a {type(function).__name__} as model"
+                raise ParamError(
+                    f"found {found} beside it. Set model to a function that makes the module, and "
+                    "leave only_trainable out.",
+                    param="init_weights",
+                )
+            make = functools.partial(
+                made_without_weights, function, path, as_store(estimator.getOrDefault("store"))
+            )
+            # Only the ranks have the weights to try.
+            estimator = estimator.copy({"model": make, "dry_run": False})
         if remembers and not is_function(function):
             raise ParamError(
                 f"only_trainable: the frozen weights are made again by a function, and model is a "

@@ -37,7 +37,7 @@ from hvd_estimators.torch.serialization import (
     save_state,
 )
 from hvd_estimators.torch.shared_params import TorchSharedParams
-from hvd_estimators.torch.tensor_files import load_weights, stored_weights
+from hvd_estimators.torch.stored_weights import load_weights, stored_weights
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
 if TYPE_CHECKING:

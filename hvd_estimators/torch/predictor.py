@@ -22,7 +22,7 @@ from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensor_files import find_weights_in, load_weights
+from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Copy,

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.store.files import Files
+from hvd_estimators.torch.stored_weights import loading_weights
 from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
 from hvd_estimators.torch.tensors import map_tensors
 
@@ -116,8 +117,8 @@ def shard(
     Parameters
     ----------
     module : torch.nn.Module
-        The module on the CPU, with the same weights on all ranks. Each layer moves to the device
-        before it is cut.
+        The module on the CPU, with the same weights on all ranks, or with weights in files. Each
+        layer gets these, and moves to the device, before it is cut.
     optimizers : sequence of torch.optim.Optimizer
         Optimizers of the module; their groups and states get the parts.
     options : ShardingOptions
@@ -136,11 +137,14 @@ def shard(
     apply: Any = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=options.mode == "full"
     )
-    for layer in options.layers_of(module):
-        if options.activation_checkpointing:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        apply(layer)
-    apply(module)
+    with loading_weights(module, mapped=True) as load:
+        for layer in options.layers_of(module):
+            if options.activation_checkpointing:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            load(layer)
+            apply(layer)
+        load(module)
+        apply(module)
     parts = dict(module.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

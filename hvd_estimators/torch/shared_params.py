@@ -21,7 +21,7 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
 )
-from hvd_estimators.torch.tensor_files import (
+from hvd_estimators.torch.stored_weights import (
     StoredWeights,
     find_weights_in,
     set_stored_weights,
@@ -41,7 +41,7 @@ class TorchSharedParams(DeclaredParams, Saved):
             if weights is None:
                 return dump_module(value)
             saved = copied(value)
-            set_stored_weights(saved, StoredWeights(weights.files))
+            set_stored_weights(saved, StoredWeights(weights.files, names=weights.names))
             return dump_module(saved)
         model = self.getOrDefault("model") if name == "optimizer" else None
         if isinstance(model, torch.nn.Module):

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvd_estimators._util.documents import check_types, parse_object
-from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import TensorFile
-from hvd_estimators.store.files import Files, fetch
+from hvd_estimators.store.files import Files
 
 _DTYPES = {
     "F64": torch.float64,
@@ -228,102 +226,3 @@ class StoredTensor:
     def whole(self) -> torch.Tensor:
         """Return the tensor."""
         return self.reader.whole(self.name)
-
-
-_WEIGHTS = "hvd_estimators weights"
-"""Attribute of a module without weights, with its `StoredWeights`."""
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Files with the weights of a module, which is loaded without them.
-
-    Attributes
-    ----------
-    files : tuple of TensorFile
-        The files.
-    store : Store or None
-        The store of the files; None in a saved model, whose files are beside it.
-    folder : str
-        The folder of the files.
-    """
-
-    files: tuple[TensorFile, ...]
-    store: Store | None = None
-    folder: str = ""
-
-    def reader(self, mapped: bool = False) -> TensorReader:
-        """Return a reader of the files."""
-        assert self.store is not None
-        return TensorReader(self.store, [f"{self.folder}/{f.name}" for f in self.files], mapped)
-
-    def local_copies(self) -> Iterator[tuple[str, LocalFile]]:
-        """Yield the name and a verified local copy of each file."""
-        assert self.store is not None
-        for file in self.files:
-            yield file.name, fetch(self.store, f"{self.folder}/{file.name}", file.sha256)[0]
-
-
-def stored_weights(module: Any) -> StoredWeights | None:
-    """Return the files with a module's weights; None if the module has its weights."""
-    found: StoredWeights | None = getattr(module, "__dict__", {}).get(_WEIGHTS)
-    return found
-
-
-def set_stored_weights(module: torch.nn.Module, weights: StoredWeights) -> None:
-    """Note where a module's weights are."""
-    vars(module)[_WEIGHTS] = weights
-
-
-def find_weights_in(module: Any, store: Store, folder: str) -> None:
-    """Note the folder of a module's weights, if it was saved without them."""
-    weights = stored_weights(module)
-    if weights is not None:
-        set_stored_weights(module, replace(weights, store=store, folder=folder))
-
-
-def drop_weights(module: torch.nn.Module) -> None:
-    """Move the parameters to the meta device, where they have no memory.
-
-    They stay the same objects, to which optimizers refer.
-    """
-    for parameter in module.parameters():
-        replace_parameter(parameter, torch.empty_like(parameter, device="meta"))
-
-
-def replace_parameter(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter another tensor, on any device. It stays the same object."""
-    made = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, made)
-
-
-def load_weights(module: torch.nn.Module, mapped: bool = False) -> torch.nn.Module:
-    """Give a module the weights of its files, if it lacks them, and return it.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    mapped : bool
-        Whether to map files of a local disk into memory, which processes then share.
-
-    Raises
-    ------
-    StoreError
-        If a file is missing or damaged.
-    """
-    weights = stored_weights(module)
-    if weights is None:
-        return module
-    try:
-        reader = weights.reader(mapped)
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"The weights of the model are missing in the store ({error}). The model that fit() "
-            "returns has its weights in the folder of its run; save it before you delete the run."
-        ) from error
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            replace_parameter(parameter, reader.whole(name))
-    del vars(module)[_WEIGHTS]
-    return module

@@ -17,6 +17,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import open_data_module
+from hvd_estimators.store import Store
 from hvd_estimators.torch.checkpoint import RunCheckpoints
 from hvd_estimators.torch.collectives import (
     broadcast_tensors,
@@ -48,8 +49,10 @@ from hvd_estimators.torch.serialization import (
     trained_file,
 )
 from hvd_estimators.torch.sharding import ShardingOptions, shard, whole
-from hvd_estimators.torch.tensor_files import (
+from hvd_estimators.torch.stored_weights import (
     drop_weights,
+    find_weights_in,
+    load_weights,
     set_stored_weights,
 )
 from hvd_estimators.torch.tensors import Batch, gpu_memory, map_tensors, tensor_batches
@@ -101,8 +104,10 @@ class TrainedObjects:
     returned: dict[str, Any]
 
 
-def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
+def load_objects(file: LocalFile, store: Store, device: torch.device | None) -> TrainedObjects:
     """Load `TrainedObjects`, with the module and its optimizer on a device.
+
+    Without a device, they stay on the CPU, and weights that are in files stay there.
 
     Raises
     ------
@@ -121,15 +126,19 @@ def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
             "__reduce__() that recreates it."
         ) from error
     keep_only_trainable(plain_module(objects.module))
+    find_weights_in(objects.module, store)
+    if objects.learning_rate is not None:
+        for group in objects.optimizer.param_groups:
+            group["lr"] = objects.learning_rate
+    if device is None:
+        return objects
+    load_weights(objects.module)
     for buffer in objects.module.buffers():
         # Unlike Module.to(), this keeps the tensor, which other objects may refer to.
         buffer.data = buffer.data.to(device)
     objects.module.to(device)
     # Loading moves the optimizer's state to the device of its parameters.
     load_optimizer_state(objects.optimizer, objects.optimizer.state_dict())
-    if objects.learning_rate is not None:
-        for group in objects.optimizer.param_groups:
-            group["lr"] = objects.learning_rate
     return objects
 
 
@@ -179,11 +188,12 @@ class _Trainer:
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.is_sharded = spec.sharding.mode != "none" and self.size > 1
         # A GPU may have memory for the parts only.
-        loaded_on = torch.device("cpu") if self.is_sharded else self.device
-        objects = load_objects(spec.objects, loaded_on)
+        loaded_on = None if self.is_sharded else self.device
+        objects = load_objects(spec.objects, spec.store, loaded_on)
         self.module = objects.module
         if self.is_sharded:
-            broadcast_tensors(self.module.state_dict())
+            state = self.module.state_dict()
+            broadcast_tensors({name: t for name, t in state.items() if not t.is_meta})
             shard(self.module, [objects.optimizer], spec.sharding, self.device)
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)

@@ -1,0 +1,293 @@
+"""Modules whose weights are in files: fitted ones of sharded runs, and those of ``init_weights``.
+
+Such a module has parameters on the meta device, which have a shape and no memory, and an attribute
+that tells the files. It is sent and saved without its weights, and reads them where it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store.base import Store
+from hvd_estimators.store.checkpoints import TensorFile
+from hvd_estimators.store.files import fetch
+from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
+
+_WEIGHTS = "hvd_estimators weights"
+"""Attribute of a module without weights, with its `StoredWeights`."""
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Files with the weights of a module, which is loaded without them.
+
+    Attributes
+    ----------
+    files : tuple of TensorFile
+        The files.
+    store : Store or None
+        The store of the files. None is the store of the run, or of the saved model: its options may
+        be secrets, so they are not written with the module.
+    folder : str
+        The folder of the files.
+    names : mapping of str to str
+        Names in the files of parameters and buffers that have other names in the module.
+    """
+
+    files: tuple[TensorFile, ...]
+    store: Store | None = None
+    folder: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def reader(self, mapped: bool = False) -> TensorReader:
+        """Return a reader of the files.
+
+        Raises
+        ------
+        StoreError
+            If a file is missing or damaged.
+        """
+        assert self.store is not None
+        try:
+            return TensorReader(self.store, [f"{self.folder}/{f.name}" for f in self.files], mapped)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"The weights of the model are missing in the store ({error}). A model that fit() "
+                "returns may have its weights in the folder of its run; save it before you delete "
+                "the run."
+            ) from error
+
+    def local_copies(self) -> Iterator[tuple[str, LocalFile]]:
+        """Yield the name and a verified local copy of each file."""
+        assert self.store is not None
+        for file in self.files:
+            yield file.name, fetch(self.store, f"{self.folder}/{file.name}", file.sha256)[0]
+
+
+def stored_weights(module: Any) -> StoredWeights | None:
+    """Return the files with a module's weights; None if the module has its weights."""
+    found: StoredWeights | None = getattr(module, "__dict__", {}).get(_WEIGHTS)
+    return found
+
+
+def set_stored_weights(module: torch.nn.Module, weights: StoredWeights) -> None:
+    """Note where a module's weights are."""
+    vars(module)[_WEIGHTS] = weights
+
+
+def find_weights_in(module: Any, store: Store, folder: str | None = None) -> None:
+    """Note the store of a module's weights, and their folder in a saved model."""
+    weights = stored_weights(module)
+    if weights is not None and weights.store is None:
+        found = replace(weights, store=store, folder=weights.folder if folder is None else folder)
+        set_stored_weights(module, found)
+
+
+def drop_weights(module: torch.nn.Module) -> None:
+    """Move the parameters to the meta device.
+
+    They stay the same objects, to which optimizers refer.
+    """
+    for parameter in module.parameters():
+        _replace(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def _replace(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter another tensor, on any device. It stays the same object."""
+    made = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
+
+
+def load_weights(module: torch.nn.Module, mapped: bool = False) -> torch.nn.Module:
+    """Give a module the weights of its files, if it lacks them, and return it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    mapped : bool
+        Whether to map files of a local disk into memory, which processes then share.
+
+    Raises
+    ------
+    StoreError
+        If a file is missing or damaged.
+    """
+    with loading_weights(module, mapped) as load:
+        load(module)
+    return module
+
+
+@contextlib.contextmanager
+def loading_weights(
+    module: torch.nn.Module, mapped: bool = False
+) -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Yield a function that gives the weights to one layer after another; see `load_weights`."""
+    weights = stored_weights(module)
+    if weights is None:
+        yield lambda layer: None
+        return
+    reader = weights.reader(mapped)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    names = {id(tensor): weights.names.get(name, name) for name, tensor in named}
+
+    def load(layer: torch.nn.Module) -> None:
+        for parameter in layer.parameters():
+            if parameter.is_meta:
+                _replace(parameter, reader.whole(names[id(parameter)]).to(parameter.dtype))
+        for buffer in layer.buffers():
+            if names.get(id(buffer), "") in reader:
+                buffer.copy_(reader.whole(names[id(buffer)]))
+
+    yield load
+    del vars(module)[_WEIGHTS]
+
+
+def find_weights(path: str, store: Store) -> StoredWeights:
+    """Return the safetensors files at a path: a file, or a folder with files.
+
+    ``store`` is the store of the run, whose options serve files of its kind.
+
+    Raises
+    ------
+    ParamError
+        If there are none, or if no filesystem serves the path.
+    StoreError
+        If the storage cannot be queried.
+    """
+    own = Store.create(path)
+    store = store if type(store) is type(own) else own
+    full = store.get_full_path(path).rstrip("/")
+    folder, names = full, [name for name in store.names(full) if name.endswith(_SUFFIX)]
+    if full.endswith(_SUFFIX) and store.exists(full):
+        folder, names = posixpath.dirname(full), [posixpath.basename(full)]
+    if not names:
+        raise ParamError(
+            f"found no safetensors file at {path!r}. Set the path of one, or of a folder of them, "
+            "such as save_pretrained() of Hugging Face writes, that all machines can read.",
+            param="init_weights",
+        )
+    return StoredWeights(tuple(TensorFile(name, 0, "") for name in names), store, folder)
+
+
+def made_without_weights(
+    make: Callable[..., Any], path: str, store: Store, **arguments: Any
+) -> torch.nn.Module:
+    """Return the module that a function makes, without the weights that are in files.
+
+    The function is called twice: first without any weights, for the names of the parameters, and
+    then with those that the files lack, such as a new head or adapters.
+
+    Parameters
+    ----------
+    make : callable
+        Returns the module.
+    path : str
+        The files, see `find_weights`.
+    store : Store
+        The store of the run.
+    **arguments
+        Passed to the function.
+
+    Raises
+    ------
+    ParamError
+        If the files have none of the weights, or one of another shape.
+    """
+    weights = find_weights(path, store)
+    reader = weights.reader()
+    with _on_meta() as made:
+        module = make(**arguments)
+    if not isinstance(module, torch.nn.Module):
+        return module  # which the caller rejects
+    found = _in_files(module, reader)
+    with _on_meta([id(parameter) in found for parameter in made]):
+        module = make(**arguments)
+    names = {name: stored.name for name, stored in _in_files(module, reader).values()}
+    of_run = None if weights.store is store else weights.store
+    set_stored_weights(module, replace(weights, names=names, store=of_run))
+    missing = [name for name, p in module.named_parameters() if p.is_meta and name not in names]
+    if missing:
+        raise ParamError(
+            f"model: the parameter {missing[0]!r} is not in the files of init_weights, and the "
+            "function does not make it where a layer registers it. Add it to the files."
+        )
+    return module
+
+
+@contextlib.contextmanager
+def _on_meta(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Parameter]]:
+    """Let layers have parameters on the meta device, and yield a list that receives them all.
+
+    ``chosen`` tells which ones, in the order in which layers register them. Default: all.
+    """
+    register, move = torch.nn.Module.register_parameter, torch.nn.Module.to
+    made: list[torch.nn.Parameter] = []
+    seen: set[int] = set()
+
+    def register_parameter(
+        module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
+        register(module, name, param)
+        if type(param) is not torch.nn.Parameter or id(param) in seen:
+            return
+        seen.add(id(param))
+        if chosen is None or (len(made) < len(chosen) and chosen[len(made)]):
+            _replace(param, torch.empty_like(param, device="meta"))
+        made.append(param)
+
+    def to(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        # peft moves adapters to the device of their layer.
+        args = tuple(each for each in args if each != torch.device("meta"))
+        options = {name: each for name, each in options.items() if each != torch.device("meta")}
+        return move(module, *args, **options) if args or options else module
+
+    torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+    torch.nn.Module.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield made
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.nn.Module.to = move  # type: ignore[method-assign]
+
+
+def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[str, StoredTensor]]:
+    """Return the parameters and buffers that files have, by id, with their names.
+
+    Raises
+    ------
+    ParamError
+        If there are none, or if one has another shape.
+    """
+    found: dict[int, tuple[str, StoredTensor]] = {}
+    buffers = module.named_buffers(remove_duplicate=False)
+    for name, tensor in [*module.named_parameters(remove_duplicate=False), *buffers]:
+        # The second form is that of a model in peft's, with adapters beside its layers.
+        for given in (name, name.removeprefix("base_model.model.").replace(".base_layer.", ".")):
+            if given in reader and id(tensor) not in found:
+                stored = found.setdefault(id(tensor), (name, reader.stored(given)))[1]
+                if stored.shape != tuple(tensor.shape):
+                    raise ParamError(
+                        f"{given!r} has shape {stored.shape} in the files, and {name!r} "
+                        f"{tuple(tensor.shape)} in the model. Set the files of this model.",
+                        param="init_weights",
+                    )
+    if not found:
+        ours = next((name for name, _ in module.named_parameters()), "")
+        theirs = next(iter(reader.names()), "")
+        raise ParamError(
+            f"none of the model's parameters, such as {ours!r}, is in the files, which have "
+            f"{theirs!r}. Set the files of this model.",
+            param="init_weights",
+        )
+    return found

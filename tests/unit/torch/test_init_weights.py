@@ -1,0 +1,145 @@
+"""Modules made without the weights that files have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store import LocalStore
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.framework import TorchFramework
+from hvd_estimators.torch.serialization import dump_module, load_module
+from hvd_estimators.torch.stored_weights import (
+    find_weights_in,
+    load_weights,
+    made_without_weights,
+    stored_weights,
+)
+
+
+class Net(torch.nn.Module):
+    """Two layers that share weights, batch normalization, and a head."""
+
+    def __init__(self, head: int = 3) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+        self.head = torch.nn.Linear(4, head)
+        torch.nn.init.constant_(self.head.weight, 0.25)
+
+
+def save(folder: Path, module: torch.nn.Module, without: str = "none") -> str:
+    """Write a module's weights, each once, in two files; leave a layer's out."""
+    state = {n: v for n, v in module.state_dict().items() if n != "last.weight"}
+    kept = [(name, value) for name, value in state.items() if without not in name]
+    folder.mkdir()
+    for number in (0, 1):
+        save_file(dict(kept[number::2]), folder / f"model-{number}.safetensors")
+    return str(folder)
+
+
+def trained() -> Net:
+    torch.manual_seed(4)
+    net = Net()
+    net.norm(torch.randn(8, 4))
+    return net
+
+
+def make(path: str, function: Callable[..., Any] = Net, **arguments: Any) -> torch.nn.Module:
+    return made_without_weights(function, path, LocalStore(str(Path(path).parent)), **arguments)
+
+
+def test_a_module_gets_the_weights_of_files_and_keeps_what_they_lack(tmp_path: Path) -> None:
+    net = trained()
+    module: Any = make(save(tmp_path / "base", net, without="head"), head=2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    on_meta = {name for name, parameter in module.named_parameters() if parameter.is_meta}
+    assert on_meta == {n for n, _ in net.named_parameters() if not n.startswith("head")}
+    document = dump_module((module, optimizer))
+    loaded, _ = load_module(document)
+    find_weights_in(loaded, LocalStore(str(tmp_path)))
+    load_weights(loaded)
+    assert stored_weights(loaded) is None
+    for name, expected in net.state_dict().items():
+        if not name.startswith("head"):
+            torch.testing.assert_close(loaded.state_dict()[name], expected, rtol=0, atol=0)
+    assert loaded.positions.tolist() == [0, 1, 2, 3]
+    assert loaded.last.weight is loaded.first.weight
+    assert loaded.head.weight.tolist() == [[0.25] * 4] * 2
+    # Layers are made as ever afterwards.
+    assert not torch.nn.Linear(1, 1).weight.is_meta
+
+
+def test_adapters_keep_their_values(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    net = trained()
+    path = save(tmp_path / "base", net)
+
+    def adapted() -> Any:
+        return get_peft_model(Net(), LoraConfig(r=2, target_modules=["first", "head"]))  # type: ignore[arg-type]
+
+    module: Any = make(path, adapted)
+    assert {n for n, p in module.named_parameters() if not p.is_meta} == {
+        n for n, p in adapted().named_parameters() if p.requires_grad
+    }
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    load_weights(module)
+    base = module.get_base_model()
+    torch.testing.assert_close(base.head.base_layer.weight, net.head.weight)
+    torch.testing.assert_close(base.norm.running_var, net.norm.running_var)
+    assert not base.first.lora_B["default"].weight.any()
+    assert base.first.lora_A["default"].weight.all()
+
+
+def test_weights_of_other_types_become_those_of_the_model(tmp_path: Path) -> None:
+    net = trained()
+    path = str(tmp_path / "base.safetensors")
+    save_file({n: v.bfloat16() for n, v in net.state_dict().items() if n != "last.weight"}, path)
+    module = make(path)
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    load_weights(module)
+    weight = module.get_parameter("first.weight")
+    assert weight.dtype == torch.float32
+    torch.testing.assert_close(weight, net.first.weight.bfloat16().float(), rtol=0, atol=0)
+
+
+def test_wrong_files_and_models_are_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "base", trained())
+    with pytest.raises(ParamError, match=r"^init_weights: 'head\.weight' has shape \(3, 4\)"):
+        make(path, head=7)
+    with pytest.raises(ParamError, match=r"^init_weights: none of .* 'weight', is in the files.*'norm\."):
+        make(path, lambda: torch.nn.Linear(2, 2))
+    with pytest.raises(ParamError, match=r"^init_weights: found no safetensors file at "):
+        make(str(tmp_path / "none"))
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    with pytest.raises(StoreError, match=r"bad\.safetensors' is not a safetensors file"):
+        make(str(tmp_path / "bad.safetensors"))
+
+    class Copies(torch.nn.Module):
+        """Layer that sets its parameters by itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(4, 4)
+            self.copy = torch.nn.Linear(4, 4)
+            self.copy._parameters["weight"] = torch.nn.Parameter(self.first.weight.clone())
+
+    with pytest.raises(ParamError, match=r"^model: the parameter 'copy\.weight' is not in the"):
+        make(path, Copies)
+    for params, found in (
+        ({"model": Net()}, "a Net as model"),
+        ({"model": Net, "only_trainable": True}, "only_trainable"),
+    ):
+        estimator = TorchEstimator(init_weights=path, store=str(tmp_path), **params)
+        with pytest.raises(ParamError, match=f"^init_weights: found {found} beside it"):
+            TorchFramework.with_objects(estimator)
