@@ -8,7 +8,6 @@ import posixpath
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -270,7 +269,7 @@ class RunCheckpoints:
         parameters = dict(self._module.named_parameters())
         state = self._module.state_dict() if self._rank == 0 else {}
         buffers = {n: b.cpu() for n, b in state.items() if n in dict(self._module.named_buffers())}
-        files, index = self._write_tensors(folder, "model", parameters, buffers)
+        files, index = self._write_tensors(folder, "model", {**parameters, **buffers})
         if self._rank == 0:
             document = {
                 "metadata": {"total_size": sum(file.size for file in files)},
@@ -281,13 +280,9 @@ class RunCheckpoints:
         return StoredWeights(files, folder=folder)
 
     def _write_tensors(
-        self,
-        folder: str,
-        begins: str,
-        sharded: Mapping[str, torch.Tensor],
-        further: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        self, folder: str, begins: str, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[TensorFile, ...], dict[str, str]]:
-        """Write each rank's share of sharded tensors, and further tensors of this rank.
+        """Write each rank's share of sharded tensors, and other tensors of this rank.
 
         Returns
         -------
@@ -297,8 +292,8 @@ class RunCheckpoints:
             Name of each tensor to the name of its file.
         """
         name = f"{begins}-{self._rank + 1:05}-of-{self._size:05}.safetensors"
-        kept = {**dealt(sharded, self._rank, self._size), **further}
-        written = write_tensors(self._spec.store, folder, name, kept)
+        kept, values = dealt(tensors, self._rank, self._size)
+        written = write_tensors(self._spec.store, folder, name, kept, values)
         of_ranks = exchange.gather((written, list(kept)), "tensor_files")
         index = {key: file.name for file, keys in of_ranks for key in keys}
         return tuple(file for file, _ in of_ranks), index

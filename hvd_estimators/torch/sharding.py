@@ -143,6 +143,7 @@ def shard(
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
             load(layer)
             apply(layer)
+            gc.collect(1)  # Cycles hold the whole parameters.
         load(module)
         apply(module)
     parts = dict(module.named_parameters())
@@ -157,7 +158,7 @@ def shard(
 
     if device.type == "cpu":
         _return_freed_memory()
-    gc.collect()  # Cycles hold the whole parameters.
+    gc.collect()
 
 
 def _return_freed_memory() -> None:
@@ -189,27 +190,42 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return made.cpu()
 
 
-def dealt(tensors: Mapping[str, Any], rank: int, size: int) -> dict[str, torch.Tensor]:
-    """Return the whole tensors that this rank keeps, on the CPU. Called by all ranks.
+def dealt(
+    tensors: Mapping[str, Any], rank: int, size: int
+) -> tuple[dict[str, Any], Iterator[torch.Tensor]]:
+    """Deal sharded tensors among the ranks, which gather one after another. Called by all ranks.
 
-    Each tensor is gathered by itself and kept by the rank that has the fewest bytes so far, so no
-    rank holds much more than its share.
+    Each tensor goes to the rank that has the fewest bytes so far.
 
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
-        Sharded tensors, in the same order on all ranks.
+        Sharded tensors, in the same order on all ranks, and others of this rank, which keeps them.
     rank, size : int
         This rank, and the number of ranks.
+
+    Returns
+    -------
+    dict
+        The tensors that this rank gets, as given; those with large items first.
+    iterator of torch.Tensor
+        The same tensors, whole and on the CPU. Every rank must exhaust it.
     """
-    kept, held = {}, [0] * size
-    for name, tensor in tensors.items():
-        keeper = held.index(min(held))
-        held[keeper] += tensor.nbytes
-        gathered = tensor.full_tensor()
-        if keeper == rank:
-            kept[name] = gathered.cpu()
-    return kept
+    held = [0] * size
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    keepers = {}
+    for name, tensor in ordered:
+        if is_sharded(tensor):
+            keepers[name] = held.index(min(held))
+            held[keepers[name]] += tensor.nbytes
+
+    def gathered() -> Iterator[torch.Tensor]:
+        for name, tensor in ordered:
+            value = whole(tensor)
+            if keepers.get(name, rank) == rank:
+                yield value
+
+    return {name: t for name, t in ordered if keepers.get(name, rank) == rank}, gathered()
 
 
 def without_tensors(value: Any) -> tuple[Any, dict[str, Any]]:

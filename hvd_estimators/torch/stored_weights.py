@@ -1,4 +1,4 @@
-"""Modules whose weights are in files: fitted ones of sharded runs, and those of ``init_weights``.
+"""Modules whose weights are in files: fitted with ``sharding``, or made for ``init_weights``.
 
 Such a module has parameters on the meta device, which have a shape and no memory, and an attribute
 that tells the files. It is sent and saved without its weights, and reads them where it computes.
@@ -272,7 +272,7 @@ def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[
     found: dict[int, tuple[str, StoredTensor]] = {}
     buffers = module.named_buffers(remove_duplicate=False)
     for name, tensor in [*module.named_parameters(remove_duplicate=False), *buffers]:
-        # The second form is that of a model in peft's, with adapters beside its layers.
+        # The second form fits a model within one of peft, with adapters beside its layers.
         for given in (name, name.removeprefix("base_model.model.").replace(".base_layer.", ".")):
             if given in reader and id(tensor) not in found:
                 stored = found.setdefault(id(tensor), (name, reader.stored(given)))[1]

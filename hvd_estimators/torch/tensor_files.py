@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,13 @@ class _Entry:
 
 
 def write_tensors(
-    store: Files, folder: str, name: str, tensors: Mapping[str, torch.Tensor]
+    store: Files,
+    folder: str,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    values: Iterable[torch.Tensor] | None = None,
 ) -> TensorFile:
-    """Write tensors to a file of a store, one after another.
+    """Write tensors to a file of a store, one after another, in a thread.
 
     Parameters
     ----------
@@ -66,18 +71,20 @@ def write_tensors(
     folder, name : str
         Folder, and path in it, of the file, which appears when it is complete.
     tensors : mapping of str to torch.Tensor
-        Tensors on the CPU, by name.
+        Tensors by name, those with large items first, so that each begins at a multiple of its
+        item's size.
+    values : iterable of torch.Tensor, optional
+        The same tensors on the CPU, if they are made while others are written. No more than three
+        are held at a time.
 
     Returns
     -------
     TensorFile
         Name, size and digest of the file.
     """
-    # Large items first, so that each tensor begins at a multiple of its item's size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
-    for key, tensor in ordered:
+    for key, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[key] = {
             "dtype": _NAMES[tensor.dtype],
@@ -87,16 +94,22 @@ def write_tensors(
     document = json.dumps(header).encode()
     document += b" " * (-len(document) % _LENGTH_BYTES)
     digest = hashlib.sha256()
-    with store.open_atomic(f"{folder}/{name}") as file:
+    with store.open_atomic(f"{folder}/{name}") as file, ThreadPoolExecutor(1) as thread:
 
         def write(content: Any) -> None:
             file.write(content)
             digest.update(content)
 
         write(len(document).to_bytes(_LENGTH_BYTES, "little") + document)
-        for _, tensor in ordered:
-            if tensor.numel():
-                write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        pending: list[Future[None]] = []
+        for value in tensors.values() if values is None else values:
+            if value.numel():
+                content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                pending.append(thread.submit(write, content))
+            if len(pending) > 1:
+                pending.pop(0).result()
+        for left in pending:
+            left.result()
     return TensorFile(name, _LENGTH_BYTES + len(document) + end, digest.hexdigest())
 
 

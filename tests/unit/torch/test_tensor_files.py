@@ -31,7 +31,7 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 100 - 50
         made[name] = drawn.to(draw(st.sampled_from(DTYPES)))
-    return made
+    return dict(sorted(made.items(), key=lambda item: -item[1].itemsize))
 
 
 @SHARED
