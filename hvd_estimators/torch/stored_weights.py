@@ -202,7 +202,7 @@ def made_without_weights(
     Raises
     ------
     ParamError
-        If the files have none of the weights, or one of another shape.
+        If the files have no weights of the model, or one of another shape.
     """
     weights = find_weights(path, store)
     reader = weights.reader()
