@@ -45,6 +45,7 @@ from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.torch.sharding import gathered
+from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
@@ -85,8 +86,7 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        self.module: LightningModule = load_module(spec.module)
-        keep_only_trainable(self.module)
+        self.module = self._load_module()
         self.objects: TrainerObjects = loads(spec.objects)
         is_sharded = spec.sharding.mode != "none" and self.size > 1
         self.sharding = spec.sharding if is_sharded else None
@@ -289,6 +289,14 @@ class _Trainer:
             self.logged_steps = loop["_batches_that_stepped"]
         return state
 
+    def _load_module(self) -> LightningModule:
+        """Return the driver's module, with the weights of ``init_weights``."""
+        module: LightningModule = load_module(self.spec.module)
+        keep_only_trainable(module)
+        find_weights_in(module, self.spec.store)
+        load_weights(module)
+        return module
+
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digests = weight_digests(self.module)
         check_frozen(self.module, digests)
@@ -299,8 +307,7 @@ class _Trainer:
         if self.rank == 0:
             file, module = self.spec.module, self.module
             if weights is not None:
-                module = load_module(file)
-                keep_only_trainable(module)
+                module = self._load_module()
                 module.configure_model()
                 module.load_state_dict(weights)
             _load_best(self.trainer, module, self.checkpoint_io)

@@ -190,6 +190,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return made.cpu()
 
 
+def gathered(value: Any, keep: bool = True) -> Any:
+    """Return a value's dicts, lists and tuples with whole tensors, on the CPU. Called by all ranks.
+
+    Without ``keep``, a rank gets None for each sharded tensor.
+    """
+
+    def of(tensor: torch.Tensor) -> torch.Tensor | None:
+        made = whole(tensor) if is_sharded(tensor) else tensor
+        return made if keep or made is tensor else None
+
+    return map_tensors(of, value)
+
+
 def dealt(
     tensors: Mapping[str, Any], rank: int, size: int
 ) -> tuple[dict[str, Any], Iterator[torch.Tensor]]:
@@ -219,13 +232,13 @@ def dealt(
             keepers[name] = held.index(min(held))
             held[keepers[name]] += tensor.nbytes
 
-    def gathered() -> Iterator[torch.Tensor]:
+    def values() -> Iterator[torch.Tensor]:
         for name, tensor in ordered:
             value = whole(tensor)
             if keepers.get(name, rank) == rank:
                 yield value
 
-    return {name: t for name, t in ordered if keepers.get(name, rank) == rank}, gathered()
+    return {name: t for name, t in ordered if keepers.get(name, rank) == rank}, values()
 
 
 def without_tensors(value: Any) -> tuple[Any, dict[str, Any]]:

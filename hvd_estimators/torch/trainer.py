@@ -48,14 +48,14 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     trained_file,
 )
-from hvd_estimators.torch.sharding import ShardingOptions, shard, whole
+from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
 from hvd_estimators.torch.stored_weights import (
     drop_weights,
     find_weights_in,
     load_weights,
     set_stored_weights,
 )
-from hvd_estimators.torch.tensors import Batch, gpu_memory, map_tensors, tensor_batches
+from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import (
@@ -328,7 +328,7 @@ class _Trainer:
         trained = self.original_module
         has_base = base_of(trained) is not None
         weights = None if has_base else self.checkpoints.write_weights()
-        kept: dict[str, Any] = map_tensors(whole, trained.state_dict()) if has_base else {}
+        kept: dict[str, Any] = gathered(trained.state_dict()) if has_base else {}
         if self.rank:
             return None
         objects: TrainedObjects = load_module(self.spec.objects, mapped=True)

@@ -10,8 +10,12 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from lightning_reference import Regression
+from lightning_reference import fit as fit_lightning
 from parquet_files import write_columns
 from rank_pool import shared_ranks
+from reference import write_rows
+from safetensors.torch import save_file
 
 from hvd_estimators.torch import TorchEstimator
 
@@ -60,3 +64,17 @@ def test_ranks_read_the_weights_with_which_training_begins(
         tolerance = {"rtol": 0.0, "atol": 2e-4 if sharding == "full" else 0.0}
         torch.testing.assert_close(found.getModel().get_parameter(name), value, **tolerance)
     assert len(resumed.getHistory()) == 3
+
+
+def test_a_lightning_module_begins_with_the_weights_of_files(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 37)
+    module, path = Regression(), str(tmp_path / "begin.safetensors")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    save_file(module.state_dict(), path)
+    expected = fit_lightning(shared_ranks(2), store, model=module).getModel()
+    found = fit_lightning(shared_ranks(2), store, model=Regression, init_weights=path).getModel()
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    moved = (a - b for a, b in zip(expected.parameters(), module.parameters(), strict=True))
+    assert all(each.abs().max() > 0 for each in moved)

@@ -117,9 +117,7 @@ def test_wrong_files_and_models_are_named(tmp_path: Path) -> None:
     path = save(tmp_path / "base", trained())
     with pytest.raises(ParamError, match=r"^init_weights: 'head\.weight' has shape \(3, 4\)"):
         make(path, head=7)
-    with pytest.raises(
-        ParamError, match=r"^init_weights: none of .* 'weight', is in the.*'norm\."
-    ):
+    with pytest.raises(ParamError, match=r"^init_weights: none of .* 'weight', is in the.*'norm\."):
         make(path, lambda: torch.nn.Linear(2, 2))
     with pytest.raises(ParamError, match=r"^init_weights: found no safetensors file at "):
         make(str(tmp_path / "none"))
