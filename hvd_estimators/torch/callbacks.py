@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.sharding import sharded_weights
 from hvd_estimators.training.spec import EpochMetrics, check_monitor, measured, mode_of, monitored
 
 MONITOR = "monitor of EarlyStopping"
@@ -118,7 +119,8 @@ class EarlyStopping:
     def on_train_end(self) -> None:
         """Load the weights of the best epoch, if they are wanted."""
         if self._weights and self._module is not None:
-            self._module.load_state_dict(self._weights, strict=False)
+            weights = sharded_weights(self._module, self._weights)
+            self._module.load_state_dict(weights, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

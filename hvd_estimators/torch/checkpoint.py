@@ -34,12 +34,13 @@ from hvd_estimators.torch.sharding import (
     dealt,
     is_sharded,
     sharded_weights,
+    stored_part,
     with_tensors,
     without_tensors,
 )
 from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.stored_weights import StoredWeights
-from hvd_estimators.torch.tensor_files import write_tensors
+from hvd_estimators.torch.tensor_files import StoredTensor, write_tensors
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -216,7 +217,8 @@ class RunCheckpoints:
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
             return False
         unequal = buffers.unequal(digests)
-        content, files = self._written(Position(state.epoch, state.rows), gradients=dict(gradients))
+        position = Position(state.epoch, state.rows)
+        content, files = self._written(position, gradients=dict(gradients), held=self._held())
         if self._rank != 0:
             return True
         parts = {
@@ -226,7 +228,6 @@ class RunCheckpoints:
         saved: Any = {
             **content,
             "buffers": unequal,
-            "held": self._stateful.capture(),
             "requires_grad": self._trainable.capture(),
         }
         if batches:
@@ -298,6 +299,10 @@ class RunCheckpoints:
         index = {key: file.name for file, keys in of_ranks for key in keys}
         return tuple(file for file, _ in of_ranks), index
 
+    def _held(self) -> dict[str, Any]:
+        """Return the states of the user's objects, on the ranks that need them."""
+        return self._stateful.capture() if self._rank == 0 or self.is_sharded else {}
+
     def content(self, **further: Any) -> dict[str, Any]:
         """Return the states of module and optimizer, and further values.
 
@@ -311,14 +316,20 @@ class RunCheckpoints:
             **further,
         }
 
+    def _place(self, key: str, stored: StoredTensor) -> Any:
+        """Return what replaces a tensor in the ranks' files when a checkpoint is loaded."""
+        if not self.is_sharded:
+            return stored.whole()
+        # Module and optimizer, which may not have all parameters yet, read their parts later.
+        return stored_part(stored, next(self._module.parameters())) if key == "held" else stored
+
     def _load(self) -> RunState | None:
         """Load the run's newest checkpoint, if there is one. Called by all ranks."""
         spec, saved = self._spec, self._saved
 
         def load(file: IO[bytes]) -> None:
             folder = spec.run.checkpoints_path or ""
-            content = with_tensors(load_state(file), spec.store, folder, whole=not self.is_sharded)
-            saved.update(content)
+            saved.update(with_tensors(load_state(file), spec.store, folder, self._place))
             self._module.load_state_dict(sharded_weights(self._module, saved["model"]))
             self._metric_states = saved.pop("metrics", [])
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]

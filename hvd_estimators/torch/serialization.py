@@ -632,4 +632,4 @@ def read_content(
             "The checkpoint holds more than tensors and plain values, and loading these runs code "
             "from the file. If you trust its author, load it with safe=False."
         ) from error
-    return with_tensors(content, *folder, whole=True)
+    return with_tensors(content, *folder)

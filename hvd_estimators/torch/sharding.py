@@ -16,7 +16,7 @@ import functools
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,8 +186,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU, gathered if it is sharded. Called by all ranks."""
     given: Any = tensor
-    made: torch.Tensor = given.full_tensor() if is_sharded(given) else given
-    return made.cpu()
+    if is_sharded(given):
+        # Callbacks may keep parts on the CPU, where a GPU's ranks cannot gather them.
+        given = given.to(given.device_mesh.device_type).full_tensor()
+    made: torch.Tensor = given.cpu()
+    return made
 
 
 def gathered(value: Any, keep: bool = True) -> Any:
@@ -258,7 +261,10 @@ def without_tensors(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def with_tensors(
-    content: dict[str, Any], store: Files, folder: str, *, whole: bool
+    content: dict[str, Any],
+    store: Files,
+    folder: str,
+    place: Callable[[str, StoredTensor], Any] = lambda key, stored: stored.whole(),
 ) -> dict[str, Any]:
     """Return the content of a checkpoint with tensors for the placeholders.
 
@@ -271,22 +277,22 @@ def with_tensors(
         The store of the files.
     folder : str
         The folder of the checkpoint.
-    whole : bool
-        Whether to read the tensors. Otherwise, they are `StoredTensor` objects.
+    place : callable
+        Takes the content's key, and a tensor in it, and returns what replaces the tensor. Default:
+        the whole tensor.
     """
     names = content.pop("files", None)
     if names is None:
         return content
     reader, numbers = TensorReader(store, [f"{folder}/{name}" for name in names]), itertools.count()
 
-    def replacement(tensor: torch.Tensor) -> Any:
-        if not tensor.is_meta:
-            return tensor
-        stored = reader.stored(str(next(numbers)))
-        return stored.whole() if whole else stored
+    def filled(key: str, value: Any) -> Any:
+        def replacement(tensor: torch.Tensor) -> Any:
+            return place(key, reader.stored(str(next(numbers)))) if tensor.is_meta else tensor
 
-    filled: dict[str, Any] = map_tensors(replacement, content)
-    return filled
+        return map_tensors(replacement, value)
+
+    return {key: filled(key, value) for key, value in content.items()}
 
 
 def sharded_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -326,28 +332,28 @@ def _parts_of(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     }
 
 
-def _part(whole: torch.Tensor | StoredTensor, like: Any) -> Any:
+def _part(tensor: torch.Tensor | StoredTensor, like: Any) -> Any:
     """Return this rank's part of a tensor, cut like another one. No rank sends anything."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = like.device_mesh, like.placements
-    if isinstance(whole, StoredTensor):
-        return DTensor.from_local(
-            own_rows(whole, like).to(like.device),
-            *(mesh, placements),
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-    return distribute_tensor(whole.to(like.device), mesh, placements, src_data_rank=None)
+    if isinstance(tensor, StoredTensor):
+        return stored_part(tensor, like)
+    given = tensor.to(like.device)
+    return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def own_rows(whole: StoredTensor, like: Any) -> torch.Tensor:
-    """Return this rank's rows of a tensor in a file, cut like another tensor.
+def stored_part(stored: StoredTensor, like: Any) -> Any:
+    """Return this rank's part of a tensor in a file, on the device of another part.
 
     `fully_shard` divides the first dimension like `torch.chunk`.
     """
-    rows = like.shape[0]
-    most = -(-rows // like.device_mesh.size())
-    start = min(like.device_mesh.get_local_rank() * most, rows)
-    return whole.rows(start, start + like.to_local().shape[0])
+    from torch.distributed.tensor import DTensor
+
+    mesh, rows = like.device_mesh, stored.shape[0]
+    most = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * most, rows)
+    own = stored.rows(start, min(start + most, rows)).to(like.device)
+    whole = torch.empty(stored.shape, device="meta")
+    return DTensor.from_local(
+        own, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

@@ -27,7 +27,7 @@ from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.checkpoints import list_checkpoints
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch import EarlyStopping, TorchEstimator
 
 pytestmark = pytest.mark.integration
 
@@ -243,6 +243,28 @@ def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
     # Each step of two epochs of five steps, of 8 rows but the last one.
     within = [(epoch, rows) for epoch in (0, 1) for rows in (8, 16, 24, 32)]
     assert positions == sorted([*within, (1, 0), (2, 0)])
+
+
+def test_the_best_weights_are_restored_after_a_resume(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), 9, seed=1)
+
+    def trained(ranks: int = 2, **params: Any) -> Any:
+        # The losses fall, so the first epoch has the largest.
+        stopping = EarlyStopping("val_loss", patience=9, mode="max", restore_best=True)
+        given = {"validation": 0.5, "callbacks": [stopping], "epochs": 4}
+        return fit(store, ranks, Net(), "momentum", **{**given, **params})
+
+    expected = trained(sharding="none")
+    losses = [record["validation"]["loss"] for record in expected.getHistory()]
+    assert losses.index(max(losses)) == 0
+    found = trained(run_id="mine", keep_checkpoints=9)
+    assert_same(found.getModel(), expected.getModel(), 1e-5)
+    for number, (run_id, (epoch, _)) in enumerate(kept_checkpoints(store, "mine")):
+        params: dict[str, Any] = [{}, {"sharding": "none"}, {"ranks": 1}][number % 3]
+        resumed = trained(run_id=run_id, **params)
+        assert len(resumed.getHistory()) == 4 > epoch - 1
+        assert_same(resumed.getModel(), expected.getModel(), 1e-5)
 
 
 class DyingStore(LocalStore):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import subprocess
 import sys
@@ -84,3 +85,34 @@ def test_processes_can_fork_after_using_a_store(remote: Any, tmp_path: Path) -> 
     command = [sys.executable, str(program), str(given)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_ranks_files_are_written_read_by_rows_and_checked(remote: Any) -> None:
+    import torch
+
+    from hvd_estimators.store.checkpoints import CheckpointInfo, DamagedCheckpoint, open_valid
+    from hvd_estimators.torch.tensor_files import TensorReader, write_tensors
+
+    tensors = {"large": torch.rand(3000, 1000), "small": torch.arange(7)}
+    folder = remote.run_paths("mine").checkpoints_path
+    file = write_tensors(remote, folder, "checkpoint-000001.tensors/a.safetensors", tensors)
+    path = f"{folder}/{file.name}"
+    reader = TensorReader(remote, [path], mapped=True)  # which only local files are
+    assert torch.equal(reader.whole("small"), tensors["small"])
+    assert torch.equal(reader.rows("large", 1999, 2010), tensors["large"][1999:2010])
+    replace(remote, f"{folder}/checkpoint-000001.ckpt", b"")
+    digest = hashlib.sha256(b"").hexdigest()
+    info = CheckpointInfo(
+        f"{folder}/checkpoint-000001.ckpt", 0, digest, 1, 0, "torch", files=(file,)
+    )
+    with open_valid(remote, info):
+        pass
+    replace(remote, path, remote.read(path)[:-1] + b"?")
+    with (
+        pytest.raises(DamagedCheckpoint, match="its content has changed"),
+        open_valid(remote, info),
+    ):
+        pass
+    remote.delete(path)
+    with pytest.raises(DamagedCheckpoint, match="there is no such file"), open_valid(remote, info):
+        pass

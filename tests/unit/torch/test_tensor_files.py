@@ -95,7 +95,7 @@ def test_a_changed_mapped_tensor_does_not_change_its_file(tmp_path: Path) -> Non
 
 def test_content_without_files_is_unchanged(tmp_path: Path) -> None:
     content = {"model": {"a": torch.ones(2)}}
-    assert with_tensors(content, LocalStore(str(tmp_path)), "", whole=True) is content
+    assert with_tensors(content, LocalStore(str(tmp_path)), "") is content
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", b"\x02\0\0\0\0\0\0\0[]"])
