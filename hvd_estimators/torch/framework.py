@@ -148,7 +148,8 @@ class TorchFramework(Framework):
         if isinstance(model, torch.nn.Module):
             check_parameters(model, None)
         if not isinstance(model, torch.jit.ScriptModule):
-            check_sendable("model", settings.model, Pickler)
+            base = base_of(model)
+            check_sendable("model", base.function if base else settings.model, Pickler)
         if isinstance(settings.optimizer, torch.optim.Optimizer):
             check_sendable("optimizer", settings.optimizer, Pickler)
 

@@ -60,14 +60,22 @@ def remember_function(
     """Record the function that has just made a module, and return it with the digest."""
     named = module.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, value in named if not value.requires_grad)
-    digests = {
-        name: weight_digest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        for name, value in module.named_parameters()
-        if name in frozen
-    }
-    base = FrozenBase(function, arguments, seed, combined_digest(digests))
+    base = FrozenBase(function, arguments, seed, _digest(module, frozen))
     _BASES[module] = base, frozen
     return base
+
+
+def _digest(module: torch.nn.Module, names: frozenset[str]) -> str:
+    """Return the digest of some parameters."""
+    return combined_digest(
+        {
+            name: weight_digest(
+                value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            )
+            for name, value in module.named_parameters()
+            if name in names
+        }
+    )
 
 
 def base_of(module: torch.nn.Module) -> FrozenBase | None:
@@ -75,15 +83,29 @@ def base_of(module: torch.nn.Module) -> FrozenBase | None:
     return _BASES[module][0] if module in _BASES else None
 
 
-def parts_of_bases() -> dict[int, tuple[torch.nn.Module, str]]:
-    """Return module and name of each part (layer, parameter or buffer) of these modules, by id."""
-    return {
-        id(part): (module, name)
-        for module in list(_BASES)
-        for named in (module.named_modules, module.named_parameters, module.named_buffers)
-        for name, part in named()
-        if name
-    }
+def parts_of(module: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str]]:
+    """Return module and name of each layer, parameter and buffer by id, if a function makes it."""
+    if module not in _BASES:
+        return {}
+    parts = (module.named_modules, module.named_parameters, module.named_buffers)
+    return {id(part): (module, name) for named in parts for name, part in named()}
+
+
+def pickled(module: torch.nn.Module) -> tuple[FrozenBase, dict[str, Any]]:
+    """Return the function of a module and its `kept_weights`, from which `remade` makes it.
+
+    Raises
+    ------
+    ParamError
+        If a frozen weight has changed since the function made the module.
+    """
+    base, names = _BASES[module]
+    if _digest(module, names) != base.digest:
+        raise ParamError(
+            "model: its frozen weights have changed since the function made it with "
+            "only_trainable. Set copy.deepcopy(model), which is saved whole."
+        )
+    return base, kept_weights(module)
 
 
 def kept_weights(module: torch.nn.Module) -> dict[str, Any]:

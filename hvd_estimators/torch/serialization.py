@@ -34,9 +34,9 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.torch.frozen_base import (
     FrozenBase,
-    base_of,
     kept_weights,
-    parts_of_bases,
+    parts_of,
+    pickled,
     remade,
 )
 from hvd_estimators.torch.sharding import sharded_optimizer_state, with_tensors
@@ -62,19 +62,16 @@ class Pickler(cloudpickle.Pickler):
     shared: Mapping[int, tuple[str, str]] = {}
     """Module and variable of objects that the receiver imports, by id."""
 
-    is_whole: bool = False
-    """True to pickle frozen weights, too."""
-
-    @functools.cached_property
-    def _parts(self) -> Mapping[int, tuple[torch.nn.Module, str]]:
-        return {} if self.is_whole else parts_of_bases()
+    parts: Mapping[int, tuple[torch.nn.Module, str]] = {}
+    """Module and name of the parts of a module that a function makes again, by id."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if id(obj) in self.shared:
             return _variable, self.shared[id(obj)]
-        if id(obj) in self._parts:
-            return _part, self._parts[id(obj)]
+        if id(obj) in self.parts:
+            module, name = self.parts[id(obj)]
+            return (_part, (module, name)) if name else (_remade, pickled(module))
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
@@ -87,9 +84,6 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_module(self, module: torch.nn.Module) -> Any:
-        base = None if self.is_whole else base_of(module)
-        if base is not None:
-            return _remade, (base, kept_weights(module))
         if isinstance(module, torch.jit.ScriptModule):
             buffer = io.BytesIO()
             torch.jit.save(module, buffer)
@@ -309,9 +303,21 @@ def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = (), is_whole: bo
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
     variables = {key: variable for key, variable in found if variable is not None}
-    kind = type("SharingPickler", (Pickler,), {"shared": variables, "is_whole": is_whole})
+    parts = {} if is_whole else parts_of(_module_in(value))
+    kind = type("SharingPickler", (Pickler,), {"shared": variables, "parts": parts})
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _module_in(value: Any) -> Any:
+    """Return the plain module that a value is, or that its other objects share."""
+    if isinstance(value, Mapping):
+        value = value.get("objects")
+    if isinstance(value, tuple) and value:
+        value = value[0]
+    elif not isinstance(value, torch.nn.Module):
+        value = getattr(value, "module", None)
+    return plain_module(value)
 
 
 def _sent(value: Any) -> tuple[int, Any]:

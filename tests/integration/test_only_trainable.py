@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from hvd_estimators import load_checkpoint
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoints import list_checkpoints
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.serialization import load_module
+from hvd_estimators.torch.frozen_base import remember_function
+from hvd_estimators.torch.serialization import dump_module, load_module
 
 pytestmark = pytest.mark.integration
 
@@ -125,6 +128,22 @@ def test_other_frozen_weights_are_an_error(store: Any, base: str, tmp_path: Path
         changed.write_bytes(kept)
 
 
+def test_changed_frozen_weights_are_not_lost(base: str) -> None:
+    module = llama.adapted(base)
+    remember_function(module, llama.adapted, {"folder": base}, None)
+    head = module.base_model.model.score
+    other = load_module(dump_module(torch.nn.Sequential(head)))
+    assert len(dump_module(other)) < len(dump_module(module)) < 10**5
+    assert other[0].state_dict().keys() == head.state_dict().keys()
+    with torch.no_grad():
+        frozen = next(p for p in module.parameters() if not p.requires_grad)
+        frozen += 1
+    with pytest.raises(ParamError, match=r"^model: its frozen weights have changed"):
+        dump_module(module)
+    copied = load_module(dump_module(copy.deepcopy(module)))
+    torch.testing.assert_close(copied.state_dict(), module.state_dict(), rtol=0, atol=0)
+
+
 class Thaws:
     """Callback that lets a frozen parameter train."""
 
@@ -151,10 +170,14 @@ def test_training_of_frozen_weights_is_an_error(
         fit(store, base, callbacks=[callback])
 
 
-def test_only_trainable_needs_a_function() -> None:
+def test_only_trainable_needs_a_function_that_ranks_can_call(store: Any, base: str) -> None:
     net = torch.nn.Linear(2, 1)
     with pytest.raises(ParamError, match=r"^only_trainable: .*model is a Linear\."):
         TorchEstimator(model=net, only_trainable=True).fit_on_parquet()
+    write(store)
+    lock = threading.Lock()
+    with pytest.raises(ParamError, match=r"^model: .*cannot pickle '_thread.lock' object"):
+        fit(store, base, model=lambda folder: lock and llama.adapted(folder))
 
 
 def half_frozen() -> Regression:
