@@ -7,6 +7,7 @@ that tells the files. It is sent and saved without its weights, and reads them w
 from __future__ import annotations
 
 import contextlib
+import logging
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import TensorFile
 from hvd_estimators.store.files import fetch
 from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = "hvd_estimators weights"
 """Attribute of a module without weights, with its `StoredWeights`."""
@@ -216,13 +219,44 @@ def made_without_weights(
     names = {name: stored.name for name, stored in _in_files(module, reader).values()}
     of_run = None if weights.store is store else weights.store
     set_stored_weights(module, replace(weights, names=names, store=of_run))
-    missing = [name for name, p in module.named_parameters() if p.is_meta and name not in names]
-    if missing:
-        raise ParamError(
-            f"model: the parameter {missing[0]!r} is not in the files of init_weights, and the "
-            "function does not make it where a layer registers it. Add it to the files."
-        )
+    _check_lacking(module, reader, names)
     return module
+
+
+def _check_lacking(module: torch.nn.Module, reader: TensorReader, names: Mapping[str, str]) -> None:
+    """Check the parameters that files lack, and name them in a warning.
+
+    Raises
+    ------
+    ParamError
+        If the files seem to have them by other names, or if one has no value.
+    """
+    lacking = {n: p for n, p in module.named_parameters() if n not in names}
+    unused = set(reader.names()) - set(names.values())
+    for name, parameter in lacking.items():
+        if parameter.is_meta:
+            raise ParamError(
+                f"model: the parameter {name!r} is not in the files of init_weights, and the "
+                "function does not make it where a layer registers it. Add it to the files."
+            )
+        alike = [n for n in unused if n.partition(".")[0] == _of_base(name).partition(".")[0]]
+        if alike:
+            raise ParamError(
+                f"the files have {min(alike)!r}, which the model lacks, and not {name!r}. Some "
+                "models are saved with other names. Let the function call from_pretrained(), "
+                "without init_weights, or save the weights with the names of state_dict().",
+                param="init_weights",
+            )
+    if lacking:
+        logger.warning(
+            "The files of init_weights lack parameters, which keep the function's values: %s.",
+            ", ".join(lacking),
+        )
+
+
+def _of_base(name: str) -> str:
+    """Return a parameter's name in the model that peft has given adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 @contextlib.contextmanager
@@ -270,10 +304,12 @@ def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[
         If there are none, or if one has another shape.
     """
     found: dict[int, tuple[str, StoredTensor]] = {}
+    prefix = getattr(module, "base_model_prefix", "")
     buffers = module.named_buffers(remove_duplicate=False)
     for name, tensor in [*module.named_parameters(remove_duplicate=False), *buffers]:
-        # The second form fits a model within one of peft, with adapters beside its layers.
-        for given in (name, name.removeprefix("base_model.model.").replace(".base_layer.", ".")):
+        base = _of_base(name)
+        # Hugging Face's models may be saved with a head, and loaded without one, or reversely.
+        for given in (name, base, f"{prefix}.{base}", base.removeprefix(f"{prefix}.")):
             if given in reader and id(tensor) not in found:
                 stored = found.setdefault(id(tensor), (name, reader.stored(given)))[1]
                 if stored.shape != tuple(tensor.shape):

@@ -79,6 +79,52 @@ def test_a_module_gets_the_weights_of_files_and_keeps_what_they_lack(tmp_path: P
     assert not torch.nn.Linear(1, 1).weight.is_meta
 
 
+def test_lacking_weights_are_told_and_renamed_ones_are_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path / "base", trained(), without="head")
+    make(path)
+    assert caplog.messages == [
+        "The files of init_weights lack parameters, which keep the function's values: "
+        "head.weight, head.bias."
+    ]
+
+    class Renamed(Net):
+        """Net whose layer has another name in the files."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.ModuleDict({"inner": torch.nn.BatchNorm1d(4)})
+
+    with pytest.raises(ParamError, match=r"'norm\.bias', which .* not 'norm\.inner\.weight'"):
+        make(path, Renamed)
+
+
+def test_a_body_is_loaded_into_a_model_with_a_head_and_reversely(tmp_path: Path) -> None:
+    class Body(torch.nn.Module):
+        base_model_prefix = "body"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+    class WithHead(torch.nn.Module):
+        base_model_prefix = "body"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Body(), torch.nn.Linear(2, 2)
+
+    for given, other in ((Body, WithHead), (WithHead, Body)):
+        saved = given()
+        save_file(saved.state_dict(), tmp_path / "one.safetensors")
+        module: Any = make(str(tmp_path / "one.safetensors"), other)
+        find_weights_in(module, LocalStore(str(tmp_path)))
+        load_weights(module)
+        expected, found = (getattr(m, "body", m).layer.weight for m in (saved, module))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_adapters_keep_their_values(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
