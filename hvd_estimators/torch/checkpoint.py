@@ -317,7 +317,7 @@ class RunCheckpoints:
         }
 
     def _place(self, key: str, stored: StoredTensor) -> Any:
-        """Return what replaces a tensor in the ranks' files when a checkpoint is loaded."""
+        """Return the replacement of a tensor in the ranks' files when a checkpoint is loaded."""
         if not self.is_sharded:
             return stored.whole()
         # Module and optimizer, which may not have all parameters yet, read their parts later.
