@@ -91,12 +91,14 @@ def test_adapters_train_as_in_one_process_and_resume_without_frozen_weights(
         tolerance = 1e-5 if name in trained else 0.0
         torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=tolerance, msg=name)
         assert torch.equal(found[name], begun[name]) == (name not in trained)
-    # Adam's moments and one copy of the trained weights.
     frozen_bytes = sum(value.nbytes for name, value in begun.items() if name not in trained)
-    for kept in list_checkpoints(store, store.run_paths("mine")):
+    checkpoints = list_checkpoints(store, store.run_paths("mine"))
+    for kept in checkpoints:
         content = load_checkpoint(store, "mine", kept.path).content
         assert trained <= content["model"].keys() <= trained | dict(start.named_buffers()).keys()
-        assert Path(kept.path).stat().st_size < frozen_bytes
+    # Ranks that hold parts write files of their own.
+    files = [path for path in Path(checkpoints[0].path).parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) / len(checkpoints) < frozen_bytes
     others = [{}, {"sharding": "none"}, {"backend": shared_ranks(1)}]
     runs = [*kept_checkpoints(store, "mine")]
     for number, run_id in enumerate([runs[1][0], runs[2][0], runs[-2][0]]):
