@@ -1,9 +1,5 @@
 """Small stand-ins for Horovod's source and wheels, for the tests of its build."""
 
-import base64
-import hashlib
-import zipfile
-
 import patch_ng
 
 from hvd_estimators.commands.horovod_source import PATCHES, write_build_files
@@ -53,26 +49,3 @@ def make_patched_source(folder, recipe):
         assert patch_ng.fromfile(str(patch)).apply(strip=1, root=str(folder))
     write_build_files(folder, recipe.record())
     return folder
-
-
-def make_package(folder, name, version, files=None, requires=""):
-    """Write a wheel that holds one module with a version, or `files`; return its path."""
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    files = files or {f"{name}/__init__.py": f"__version__ = {version!r}\n"}
-    info = f"{name}-{version}.dist-info"
-    files = {
-        **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    lines = [f"{file},sha256={_urlsafe_sha256(body)},{len(body)}" for file, body in files.items()]
-    files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]) + "\n"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for file, body in files.items():
-            wheel.writestr(file, body)
-    return path
-
-
-def _urlsafe_sha256(text):
-    digest = hashlib.sha256(text.encode()).digest()
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
