@@ -83,27 +83,6 @@ def test_only_what_this_user_and_root_can_change_stays(
     assert (f"{entry} is left out" in caplog.text) == (kind in UNSAFE)
 
 
-def test_import_paths_are_joined_in_order_without_duplicates() -> None:
-    joined = python_path(["/usr", "/etc"], ["/etc", "/usr/lib", "/usr"])
-
-    assert joined.split(os.pathsep) == ["/usr", "/etc", "/usr/lib"]
-
-
-def test_entries_of_the_own_pythonpath_and_sparks_files_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("own", "files", "files/archive.zip", "beside", "files2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name).chmod(0o777)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"own{os.pathsep}{tmp_path}/none")
-    given = [f"{tmp_path}/own", "files", "files/archive.zip", "beside", "files2", "."]
-    found = python_path(given, trusted=["./files"]).split(os.pathsep)
-    assert [Path(entry).relative_to(tmp_path) for entry in found] == [
-        *map(Path, ("own", "files", "files/archive.zip", "."))
-    ]
-
-
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
     """Return a folder, open to all, whose modules leave a mark; one is the user's own."""

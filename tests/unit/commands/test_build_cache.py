@@ -5,7 +5,6 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from horovod_wheels import RECIPE, WHEEL_NAME
 from hvd_estimators.commands import build
 from hvd_estimators.commands.build import (
     build_horovod,
-    default_cache_dir,
     install_wheel,
 )
 from hvd_estimators.commands.toolchain import detect_recipe
@@ -77,21 +75,6 @@ class TestBuildHorovod:
         assert len(builds) == 1
         assert sum("waiting" in line for line in lines) == 1
         assert sum(line.startswith("found ") for line in lines) == 1
-
-    def test_an_unwritable_cache_is_named(self, tmp_path):
-        (tmp_path / "file").touch()
-
-        with pytest.raises(BuildError, match="HVD_ESTIMATORS_CACHE"):
-            build_horovod(cache_dir=tmp_path / "file", install=False)
-
-    def test_cache_dir_prefers_the_projects_variable_to_the_users_cache_folder(self, monkeypatch):
-        monkeypatch.setenv("HVD_ESTIMATORS_CACHE", "/own")
-        monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-        assert default_cache_dir() == Path("/own")
-        monkeypatch.delenv("HVD_ESTIMATORS_CACHE")
-        assert default_cache_dir() == Path("/xdg/hvd_estimators")
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        assert default_cache_dir() == Path("~/.cache/hvd_estimators")
 
 
 class TestInstall:

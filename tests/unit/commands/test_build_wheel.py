@@ -1,13 +1,10 @@
 """The build of Horovod with a stand-in for pip, without compiling Horovod itself."""
 
-import contextlib
 import hashlib
-import re
 import sys
 import tarfile
 
 import patch_ng
-import psutil
 import pytest
 from horovod_wheels import PYTHON_PATCHES, RECIPE, WHEEL_NAME, make_source
 
@@ -153,10 +150,6 @@ class TestBuildWheel:
         assert not ran.exists()
         assert no_wheels(folder)
 
-    def test_a_build_without_a_wheel_is_an_error(self, folder, fake_pip):
-        with pytest.raises(BuildError, match="made no wheel"):
-            build_wheel(RECIPE, folder, pip=fake_pip(""))
-
     def test_a_failed_rebuild_keeps_the_previous_wheel(self, folder, fake_pip):
         (folder / WHEEL_NAME).write_text("from before")
 
@@ -164,95 +157,6 @@ class TestBuildWheel:
             build_wheel(RECIPE, folder, pip=fake_pip("sys.exit(1)"))
 
         assert (folder / WHEEL_NAME).read_text() == "from before"
-
-    def test_missing_build_tools_are_installed_only_for_the_build(
-        self, folder, tmp_path, monkeypatch, archive
-    ):
-        monkeypatch.setattr(build, "missing_build_packages", lambda: ["cmake", "cffi"])
-        calls = tmp_path / "calls"
-        pip = tmp_path / "fake_pip.py"
-        pip.write_text(
-            "import sys\n"
-            f"with open({str(calls)!r}, 'a') as calls:\n"
-            "    print(*sys.argv[1:], file=calls)\n"
-            + DOWNLOAD.format(archive=str(archive))
-            + "if sys.argv[1] == 'install':\n"
-            "    os.makedirs(os.path.join(sys.argv[sys.argv.index('--target') + 1], 'bin'))\n"
-            "else:\n"
-            "    assert os.path.isdir(os.environ['PATH'].split(':')[0]), 'tools are not on PATH'\n"
-            "    folder = sys.argv[sys.argv.index('--wheel-dir') + 1]\n"
-            f"    pathlib.Path(folder, {WHEEL_NAME!r}).touch()\n"
-        )
-
-        build_wheel(RECIPE, folder, pip=[sys.executable, str(pip)])
-
-        install, download, wheel = calls.read_text().splitlines()
-        assert re.fullmatch(r"install --target \S+ cmake cffi", install)
-        assert download.startswith("download ")
-        assert re.search(r" --require-hashes --requirement \S+$", download)
-        assert wheel.startswith("wheel ")
-        assert wheel.endswith("/horovod-0.28.1")
-
-    def test_the_users_horovod_variables_do_not_override_the_recipe(
-        self, folder, fake_pip, monkeypatch
-    ):
-        monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
-        monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
-        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
-        names = "sorted(name for name in os.environ if name.startswith('HOROVOD_'))"
-        pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text(' '.join({names}))")
-
-        seen = build_wheel(RECIPE, folder, pip=pip).read_text().split()
-
-        expected = RECIPE.environment(cxx="", jobs=1).keys()
-        assert set(seen) == {name for name in expected if name.startswith("HOROVOD_")} | {
-            "HOROVOD_NCCL_HOME"
-        }
-
-    def test_a_long_build_shows_its_progress(self, folder, fake_pip, monkeypatch):
-        monkeypatch.setattr(build, "_REPORT_SECONDS", 0.3)
-        lines = []
-        pip = fake_pip(
-            "print('  [ 43%] Building CXX object a.cc.o', flush=True)\n"
-            "print('  long command of the compiler', flush=True)\n"
-            f"time.sleep(1.5)\n(wheel_dir / {WHEEL_NAME!r}).touch()"
-        )
-
-        build_wheel(RECIPE, folder, pip=pip, report=lines.append)
-
-        assert any("[ 43%] Building CXX object a.cc.o" in line for line in lines)
-        assert any(str(folder / "build.log") in line for line in lines)
-
-    def test_an_interrupt_ends_the_processes_of_the_build(
-        self, folder, fake_pip, tmp_path, monkeypatch
-    ):
-        monkeypatch.setattr(build, "_REPORT_SECONDS", 0.1)
-        pid_file = tmp_path / "compiler.pid"
-        pip = fake_pip(
-            "import subprocess\n"
-            "compiler = subprocess.Popen(['sleep', '600'])\n"
-            f"pathlib.Path({str(pid_file)!r}).write_text(str(compiler.pid))\n"
-            "compiler.wait()"
-        )
-
-        def interrupt_once_it_compiles(line):
-            if pid_file.exists() and pid_file.read_text():
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            build_wheel(RECIPE, folder, pip=pip, report=interrupt_once_it_compiles)
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(int(pid_file.read_text())).wait(timeout=10)
-
-    def test_a_compiler_without_the_standard_is_named(self, folder, tmp_path, monkeypatch):
-        old = tmp_path / "old-g++"
-        old.write_text("#!/bin/sh\necho 'unrecognized option -std=gnu++20' >&2\nexit 1\n")
-        old.chmod(0o755)
-        monkeypatch.setenv("CXX", str(old))
-
-        with pytest.raises(BuildError, match=r"(?s)old-g\+\+ cannot compile C\+\+20.*unrecognized"):
-            build_wheel(RECIPE, folder)
 
     def test_a_missing_compiler_names_the_package_to_install(self, folder, tmp_path, monkeypatch):
         monkeypatch.delenv("CXX", raising=False)

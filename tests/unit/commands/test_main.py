@@ -87,16 +87,6 @@ def test_flags_reach_the_build(builds):
     ]
 
 
-def test_without_installing_only_the_wheels_path_is_on_standard_output(builds, capsys):
-    main(["build-horovod", "--no-install"])
-
-    (call,) = builds
-    assert not call["install"]
-    output = capsys.readouterr()
-    assert output.out == "/cache/horovod.whl\n"
-    assert output.err == "a line of progress\n"
-
-
 def test_a_failure_exits_with_1_and_prints_its_message_without_a_traceback(monkeypatch, capsys):
     def fail(**keywords):
         raise BuildError("No make found. On Debian or Ubuntu: apt-get install make")

@@ -62,27 +62,6 @@ def test_ranks_get_the_checkpoint_options(
     assert other.every_n_steps == 100
 
 
-@pytest.mark.parametrize("framework", ALL)
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"keep_checkpoints": 0}, "keep_checkpoints: expected 1 or more, found 0"),
-        ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps: expected 1 or more, found 0"),
-        ({"checkpoint_every_n_steps": 2.5}, "checkpoint_every_n_steps: expected a whole number"),
-        ({"terminate_on_nan": 1}, "terminate_on_nan: expected True or False"),
-        ({"checkpoint_monitor": 1}, "checkpoint_monitor: expected a string, found 1"),
-        ({"checkpoint_mode": "best"}, "checkpoint_mode: expected one of 'auto', 'min', 'max'"),
-        ({"checkpoint_monitor": "val_loss"}, "checkpoint_monitor: .*'val_loss'.*Set validation"),
-        ({"checkpoint_monitor": "odd"}, "checkpoint_mode: .*'odd'.*Set checkpoint_mode to 'min'"),
-    ],
-)
-def test_invalid_checkpoint_params_are_rejected(
-    store: Any, framework: str, params: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ParamError, match=message):
-        start(store, framework, monkeypatch, **params)
-
-
 def test_torch_validates_the_monitored_metric_before_training(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

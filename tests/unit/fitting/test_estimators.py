@@ -38,40 +38,6 @@ def check(params):
     return estimator
 
 
-def test_the_params_of_the_example_are_accepted(params):
-    check(params)
-
-
-@pytest.mark.parametrize(("name", "value"), [("model", None), ("feature_cols", [])])
-def test_errors_name_the_missing_param(params, name, value):
-    with pytest.raises(ParamError, match=f"^{name} is not set"):
-        check({**params, name: value})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"store": 7}, r"store: expected a Store, or its path or URL, found 7"),
-        ({"model": {}}, r"model: expected a torch\.nn\.Module"),
-        ({"optimizer": "sgd"}, r"optimizer: expected a torch\.optim\.Optimizer, found 'sgd'"),
-        ({"loss": None}, r"Set either loss or loss_constructors"),
-        ({"loss_constructors": lambda: len}, r"Set either loss or loss_constructors"),
-        ({"loss_weights": [1.0, 2.0]}, r"loss_weights: expected one per label, 1, found 2"),
-        ({"loss": [torch.nn.functional.mse_loss] * 2}, r"loss: expected 1 or one per label, 1"),
-        ({"metrics": [[len, len]]}, r"metrics: expected groups of 1 or of one per label, 1"),
-        ({"input_shapes": [[-1, 2], [-1]]}, r"input_shapes: expected one shape per column"),
-        ({"label_shapes": [[-1, 2], [-1]]}, r"label_shapes: expected one shape per column"),
-        ({"data_module": "csv"}, r"data_module: expected .* found 'csv'"),
-        ({"run_id": "../a"}, r"run_id: expected letters"),
-        ({"shuffle_buffer_size": 1000}, r"shuffle_buffer_size: .* found 1000, which"),
-        ({"sample_weight_col": "w", "loss": lambda o, y: o.sum()}, r"cannot be weighted by sample"),
-    ],
-)
-def test_inconsistent_params_are_rejected(params, changes, message):
-    with pytest.raises(ParamError, match=message):
-        check({**params, **changes})
-
-
 def test_optimizers_that_need_a_closure_are_rejected(params):
     optimizer = torch.optim.LBFGS(params["model"].parameters())
     message = r"optimizer: LBFGS\.step\(\) needs closure.* train_minibatch_fn that calls"
@@ -131,41 +97,6 @@ def test_callbacks_with_wrong_signatures_are_rejected(params):
     ):
         with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
             check({**params, "callbacks": [callback]})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_proc", -1),
-        ("batch_size", 0),
-        ("epochs", 1.5),
-        ("shuffle", 1),
-        ("reader_pool_type", "threads"),
-        ("feature_cols", 5),
-        ("column_dtypes", {"label": "integer"}),
-        ("column_dtypes", 5),
-        ("input_shapes", 5),
-        ("loss_weights", "heavy"),
-    ],
-)
-def test_values_of_wrong_types_are_rejected_when_set(name, value):
-    with pytest.raises(ParamError, match=f"^{name}: expected"):
-        TorchEstimator(**{name: value})
-
-
-def test_optimizers_of_another_model_are_rejected(params):
-    other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-
-    with pytest.raises(ParamError, match="not one of the model's"):
-        check({**params, "optimizer": other})
-
-
-def test_backend_and_num_proc_are_exclusive(params):
-    backend = LocalBackend(2)
-
-    assert Fit(TorchEstimator(**params, backend=backend)).ready_backend() is backend
-    with pytest.raises(ParamError, match="backend and num_proc are both set"):
-        Fit(TorchEstimator(**params, backend=backend, num_proc=2)).ready_backend()
 
 
 @pytest.mark.parametrize("validation", [0.2, "held_out"])

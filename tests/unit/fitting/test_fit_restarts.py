@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,29 +218,6 @@ def test_the_last_error_describes_earlier_failures(tmp_path: Path, pauses: list[
         fit.fit(FakeBackend(lost()))
 
 
-@pytest.mark.parametrize(
-    ("slots", "least", "launches"),
-    [
-        ((4,), None, [4, 4, 4]),
-        ((9,), 2, [4, 4, 4]),
-        ((3,), 2, [4, 3, 3]),
-        ((2, 2, 4), 2, [4, 4, 4]),  # more slots appear soon
-        ((1, 2, 4), None, [4, 4, 4]),  # waits for all
-        ((None,), 2, [4, 4, 4]),
-    ],
-)
-def test_the_relaunch_uses_the_available_slots(
-    tmp_path: Path,
-    pauses: list[float],
-    slots: tuple[int | None, ...],
-    least: int | None,
-    launches: list[int],
-) -> None:
-    backend = FakeBackend(lost("lost"), lost("lost"), slots=slots, ranks=4)
-    assert Fit(tmp_path, min_num_proc=least).fit(backend) == [launches[-1]]
-    assert backend.launches == launches
-
-
 def test_the_number_of_ranks_grows_again_with_the_slots(
     tmp_path: Path, pauses: list[float]
 ) -> None:
@@ -258,12 +234,6 @@ def test_the_number_of_ranks_grows_again_with_the_slots(
     assert [note["num_ranks"] for note in fit.notes] == [2, 4]
 
 
-def test_a_backend_of_fixed_size_waits_for_all_slots(tmp_path: Path, pauses: list[float]) -> None:
-    backend: Any = FakeBackend(lost("lost"), slots=(2, 3, 4), ranks=4)
-    backend.resized = lambda num_proc: None
-    assert Fit(tmp_path, min_num_proc=2).fit(backend) == [4]
-
-
 def test_too_few_slots_fail_after_a_timeout(
     tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,22 +248,6 @@ def test_too_few_slots_fail_after_a_timeout(
     backend = FakeBackend(lost(), *itertools.repeat(SlotsError("gone"), 3), slots=(2,))
     assert Fit(tmp_path).fit(backend) == [2]
     assert len(backend.launches) == 5
-
-
-def test_a_long_wait_for_slots_is_reported_once(
-    tmp_path: Path,
-    pauses: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.0)
-    monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.01)
-    backend = FakeBackend(lost("lost"), slots=(0, 0, 1, 4), ranks=4)
-    with caplog.at_level(logging.WARNING):
-        assert Fit(tmp_path).fit(backend) == [4]
-    waits = [text for text in caplog.messages if "Waiting up to" in text]
-    assert len(waits) == 1
-    assert re.match(r"Rank 1 on far was lost.* for 4 task slots .*the cluster has none", waits[0])
 
 
 def test_relaunches_wait_for_an_unavailable_store(

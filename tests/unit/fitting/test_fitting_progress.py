@@ -20,8 +20,6 @@ from hvd_estimators.fitting import progress as displays
 from hvd_estimators.fitting.progress import (
     StageRow,
     StepWaiting,
-    format_size,
-    show_learning_rates,
     show_progress,
 )
 from hvd_estimators.launch.service.events import (
@@ -30,8 +28,6 @@ from hvd_estimators.launch.service.events import (
     RankProgress,
     RankStage,
     RankWaiting,
-    decoded,
-    encoded,
 )
 from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.stage import PHASES, Stage
@@ -113,19 +109,6 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
             assert re.fullmatch(f"Started 2 processes in 0.. s.\n{epochs}", lines)
 
 
-def test_the_line_of_a_minute_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = set_clock(monkeypatch, displays)
-    with showing_in("file"):
-        with show_progress(spec(epochs=1)) as handle:
-            handle(RankWaiting(0, "a", 5, 60.0, 27.0))
-            handle(RankWaiting(1, "b", 5, 60.0, 3.0))
-            clock.now = 61.0
-            handle(progress(0, 3, epochs=1))
-        # Rank 0 waits for 27 of 60 seconds, and rank 1, for which it waits, does not count.
-        expected = "12 s per step, 45 % of it waiting for other ranks"
-        assert f"Epoch 1/1: step 3 of 4, {expected}, 1,234 rows/s, loss=" in shown()
-
-
 def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = set_clock(monkeypatch, displays)
     with showing_in("file"):
@@ -139,28 +122,6 @@ def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> 
             "Epoch 1/1: step 3 of 4, 1,234 rows/s, loss=0.25",
             "Epoch 1/1: 1,234 rows/s, loss=0.2",
         ]
-
-
-@PLACES
-def test_resumed_runs_start_the_bar_at_their_position(place: str) -> None:
-    with showing_in(place):
-        with show_progress(spec()) as handle:
-            handle(progress(2, 2))
-            handle(progress(2, 4))
-
-        assert "Epoch 3/3" in shown()
-        if place != "file":
-            assert " 10/12 [" in shown()
-            assert " 2/12 [" not in shown()
-
-
-def test_the_bar_of_a_short_epoch_has_no_speed_but_the_ranks() -> None:
-    with showing_in("terminal"):
-        with show_progress(spec(epochs=1)) as handle:
-            handle(progress(0, 4, epochs=1))
-
-        (bar,) = (line for line in shown().splitlines() if line.startswith("Epoch 1/1: 100%"))
-        assert re.findall(r"[\d,.]+ ?\w+/s", bar) == ["1,234 rows/s"]
 
 
 @PLACES
@@ -186,19 +147,6 @@ def test_lines_and_messages_appear_between_bars(place: str) -> None:
         first, *epochs = sys.stdout.getvalue().splitlines()  # type: ignore[attr-defined]
         assert first == "message"
         assert len(epochs) == (place == "notebook")
-
-
-@PLACES
-def test_concurrent_fits_show_their_names(place: str) -> None:
-    with showing_in(place):
-        with contextlib.ExitStack() as stack:
-            handlers = [stack.enter_context(show_progress(spec(name, epochs=1))) for name in "AB"]
-            for step in (1, 4):
-                for handle in handlers:
-                    handle(progress(0, step, epochs=1))
-
-        for name in "AB":
-            assert f"{name}, Epoch 1/1: " in shown()
 
 
 @PLACES
@@ -302,41 +250,6 @@ def test_launches_show_their_stage_and_relaunches_begin_again(
         assert shown().index("Started 1 process in") < shown().index("Epoch 1/1: ")
 
 
-def test_lines_of_ranks_replace_the_row_of_the_launch() -> None:
-    with showing_in("terminal"):
-        with show_progress(spec()) as handle:
-            wait_for("Starting 2 processes")
-            handle(RankOutput(1, "hello\n"))
-        rows = screen()
-    assert rows[0] == "[1] hello"
-    assert [row.partition(" in ")[0] for row in rows[1:]] == ["Started 2 processes", ""]
-
-
-def test_nothing_is_shown_without_verbosity_before_training() -> None:
-    with showing_in("terminal"):
-        with StageRow("Writing", verbose=0) as stage:
-            stage.finish("Wrote 3 rows.")
-        with show_progress(spec(verbose=0)):
-            LaunchWatch(2, "host").record(RankStage(0, 0, "host", Stage.FUNCTION))
-        assert not shown()
-
-
-def test_sizes_have_the_largest_unit_that_fits() -> None:
-    sizes = {
-        0: "0 B",
-        999: "999 B",
-        96_800: "96.8 kB",
-        12_500_000: "12.5 MB",
-        3 * 10**19: "30000.0 PB",
-    }
-    assert {number: format_size(number) for number in sizes} == sizes
-
-
-def test_stages_with_numbers_fit_on_a_terminal_of_80_columns() -> None:
-    longest = max(PHASES.values(), key=len)
-    assert len(f"Starting 16 processes: {longest} (12 of 16) (100 s)") < 80
-
-
 def report(rank: int, waited: float, steps: int = 5, seconds: float = 60.0) -> RankWaiting:
     return RankWaiting(rank, f"host-{rank}", steps, seconds, waited)
 
@@ -369,26 +282,6 @@ def test_a_slow_network_is_suspected_if_all_ranks_wait(caplog: pytest.LogCapture
     assert "waits 75 %: the network between the hosts is probably slow" in line
 
 
-def test_steps_without_much_waiting_only_have_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    waiting = StepWaiting("mine", 2)
-    assert waiting.text() == ""
-    waiting.add(report(0, 0.0))
-    waiting.add(report(1, 0.0))
-    assert waiting.text() == "12 s per step"
-    waiting.add(report(0, 6.0))
-    assert waiting.text() == "12 s per step, 10 % of it waiting for other ranks"
-    assert warnings(caplog) == []
-
-
-def test_ranks_that_are_launched_again_start_anew(caplog: pytest.LogCaptureFixture) -> None:
-    waiting = StepWaiting("mine", 2)
-    waiting.add(report(1, 50.0))
-    waiting.restart(2)
-    assert waiting.text() == ""
-    waiting.add(report(0, 50.0))
-    assert warnings(caplog) == []
-
-
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_a_loss_that_is_nan_is_reported_once(
     verbose: int, caplog: pytest.LogCaptureFixture
@@ -400,41 +293,3 @@ def test_a_loss_that_is_nan_is_reported_once(
             handle(RankProgress(0, epoch, 3, 8, 8, 1000.0, {"loss": math.nan}, True))
     (line,) = warnings(caplog)
     assert line.startswith("Run 'mine': the loss of epoch 2 is nan. Look for NaN in the columns: ")
-
-
-def test_reports_are_sent_as_messages() -> None:
-    assert decoded(encoded(report(3, 1.5))) == report(3, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("rates", "scale", "line"),
-    [
-        (
-            [0.01],
-            2,
-            "Learning rate 0.01 x 2 processes = 0.02; scale_learning_rate=False keeps 0.01.",
-        ),
-        (
-            [0.001, 0.1, 0.001],
-            4,
-            "Learning rates 0.001, 0.1 x 4 processes = 0.004, 0.4; "
-            "scale_learning_rate=False keeps 0.001, 0.1.",
-        ),
-        (
-            [],
-            2,
-            "Learning rates times 2 processes; "
-            "scale_learning_rate=False keeps the rates of one process.",
-        ),
-        ([0.01], 1, "Learning rate 0.01."),
-        ([], 1, ""),
-    ],
-)
-@PLACES
-def test_the_learning_rates_of_training_are_shown(
-    place: str, rates: list[float], scale: int, line: str
-) -> None:
-    with showing_in(place):
-        show_learning_rates(rates, scale)
-        shown = sys.stdout if place == "notebook" else sys.stderr
-        assert shown.getvalue() == (f"{line}\n" if line else "")  # type: ignore[attr-defined]

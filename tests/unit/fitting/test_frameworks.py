@@ -17,7 +17,6 @@ from hvd_estimators.fitting import settings as settings_module
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
-from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
@@ -37,19 +36,6 @@ def test_methods_have_one_signature_and_a_docstring(name: str) -> None:
     for estimator in ESTIMATORS:
         own = getattr(estimator.framework_class, name)
         assert parameters(own) == parameters(METHODS[name]), estimator
-
-
-def test_estimators_create_models_and_do_nothing_else() -> None:
-    """A fit's steps are in Fit and in the frameworks."""
-    for estimator in ESTIMATORS:
-        own = {
-            name
-            for name, each in vars(estimator).items()
-            if inspect.isfunction(each) and not hasattr(each, "is_declared")
-        }
-        created = {"_create_model", "get_model_class", "_get_model_kwargs"}
-        others = {"get_model_shapes", "_dump_param", "_load_params"}
-        assert own - others == created, estimator
 
 
 def test_the_model_hook_has_horovod_sparks_signature() -> None:
@@ -86,34 +72,8 @@ def test_credentials_among_the_params_are_not_shown() -> None:
     assert settings.get("backend_env") == {"TOKEN": "hidden"}
 
 
-def test_settings_show_the_error_of_a_property_that_fails() -> None:
-    class Failing(Settings):
-        @property
-        def epochs(self) -> int:
-            raise AttributeError("the cause")
-
-    settings = Failing({"epochs": 1, "batch_size": 2}, {}, frozenset())
-    with pytest.raises(AttributeError, match="the cause"):
-        _ = settings.epochs
-    with pytest.raises(AttributeError, match="no param 'epoch'"):
-        _ = settings.epoch
-    assert (settings.batch_size, settings.get("epochs")) == (2, 1)
-
-
 def result(digest: str = "a", state: bytes | None = b"weights") -> TrainResult:
     return TrainResult(digest, state, (EpochMetrics(0, {"loss": 1.0}),))
-
-
-def test_results_are_a_sequence_with_the_state_of_rank_0() -> None:
-    results = RunResults([result(), result(state=None)], spec="the spec")
-
-    assert (len(results), results[1].state, [r.weights_digest for r in results]) == (
-        2,
-        None,
-        ["a", "a"],
-    )
-    assert (results.state, results.spec) == (b"weights", "the spec")
-    assert results.history == (EpochMetrics(0, {"loss": 1.0}),)
 
 
 def test_results_with_different_weights_have_no_state() -> None:

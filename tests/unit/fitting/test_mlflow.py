@@ -15,7 +15,6 @@ import pyspark
 import pytest
 import torch
 
-from hvd_estimators.fitting import run_loggers
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.mlflow import MlflowLogger, active_run
 from hvd_estimators.fitting.run_loggers import RunLoggers
@@ -165,36 +164,6 @@ def test_a_failing_server_costs_a_warning(
     assert caplog.text.count("start() of MlflowLogger failed: ConnectionError") == 1
     assert "MARKED" not in caplog.text
     assert "https://***@host" in caplog.text
-
-
-def test_fit_does_not_wait_for_an_unresponsive_server(
-    client: Any,
-    models: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    answer = threading.Event()
-    monkeypatch.setattr(run_loggers, "FINISH_SECONDS", 0.01)
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: answer.wait(30))
-    with caplog.at_level(logging.WARNING), mlflow.start_run():
-        fit("mine", {0: 0.5})
-        answer.set()
-    assert models == []
-    assert "finish() of MlflowLogger failed: no end in 0.01 s" in caplog.text
-
-
-def test_failing_to_log_the_model_costs_a_warning(
-    client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
-        raise ImportError("no module named mlflow.spark")
-
-    monkeypatch.setattr(MlflowLogger, "_log_model", fail)
-    with caplog.at_level(logging.WARNING), mlflow.start_run() as run:
-        fit("mine", {0: 0.5})
-    assert metrics(client, run.info.run_id) == [(0, 0.5)]
-    assert "the model was not logged (ImportError: no module named mlflow.spark)" in caplog.text
-    assert 'Run: pip install "<clone or wheel of hvd_estimators>[mlflow]"' in caplog.text
 
 
 def test_models_of_users_classes_are_logged_as_spark_models(

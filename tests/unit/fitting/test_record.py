@@ -17,7 +17,6 @@ import pandas as pd
 import pytest
 import torch
 
-from hvd_estimators import Store
 from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
@@ -125,20 +124,6 @@ def test_runs_are_noted_during_training_and_at_the_end(
     json.loads(text, parse_constant=lambda name: pytest.fail(f"found {name}"))
 
 
-def test_the_complete_history_is_noted_at_the_end(store: Any) -> None:
-    history = [EpochMetrics(0, {"loss": 0.5, "m": [1, {"a": 2.0}]}), EpochMetrics(1, {}, {"x": 3})]
-    with record(store) as noted:
-        noted.complete(history, None)  # type: ignore[arg-type]
-    assert rows_of(store) == [
-        (0, "train", "loss", 0.5),
-        (0, "train", "m_0", 1.0),
-        (0, "train", "a", 2.0),
-        (1, "validation", "x", 3.0),
-    ]
-    (info,) = store.list_runs()
-    assert (info.epochs, info.metrics) == (2, {"validation/x": 3.0})
-
-
 def test_resumed_runs_keep_their_first_notes(store: Any) -> None:
     with record(store, batch_size=8) as noted:
         handle = noted.handler(print_event)
@@ -207,18 +192,6 @@ def test_a_failing_store_costs_warnings(
     assert caplog.text.count("The record of run 'mine' is incomplete") == 2
 
 
-def test_epochs_without_metrics_cost_no_warning(
-    store: Any, writes: queue.Queue[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with record(store) as noted:
-        noted.handler(print_event)(RankEpoch(0, 0, []))
-        while writes.get(timeout=30) != "history.json":
-            pass
-        noted.handler(print_event)(epoch(1, 0.5))
-    assert rows_of(store) == [(1, "train", "loss", 0.5)]
-    assert caplog.text == ""
-
-
 def test_a_failed_fit_writes_the_missing_epochs(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,15 +210,6 @@ def test_a_failed_fit_writes_the_missing_epochs(
         assert failed.wait(30)
         raise ZeroDivisionError
     assert [run.epochs for run in store.list_runs()] == [1]
-
-
-def test_nothing_is_written_to_stores_without_runs(tmp_path: Path) -> None:
-    store = Store.create(str(tmp_path), save_runs=False)
-    with record(store) as noted:
-        noted.handler(print_event)(epoch(0, 0.5))
-        noted.complete([], None)  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-    assert store.list_runs() == []
 
 
 def test_runs_are_listed_newest_first_and_damaged_ones_last(store: Any) -> None:

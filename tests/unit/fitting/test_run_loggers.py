@@ -146,19 +146,6 @@ def test_a_resumed_run_warns_of_a_logger_that_does_not_start(
     assert line.endswith("The run resumes without this logger.")
 
 
-def test_an_optional_logger_that_does_not_start_costs_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    wrong = Recorder("start", ConnectionError("no server"))
-    loggers = started(optional=(wrong,))
-    loggers.log(epochs(0))
-    assert not loggers.wait_for(wrong)
-    loggers.finish("finished")
-    assert [call[0] for call in wrong.calls] == ["start"]
-    expected = "loggers: start() of Recorder failed: ConnectionError: no server."
-    assert warnings(caplog) == [f"{expected} The fit continues."]
-
-
 def test_other_failures_are_warnings_and_a_slow_logger_delays_no_epoch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.fit import Fit
-from hvd_estimators.fitting.trial import Trial, leave_to_ranks, traceless, try_batches
+from hvd_estimators.fitting.trial import Trial, leave_to_ranks, try_batches
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.lightning.dry_run import try_step
@@ -340,55 +339,3 @@ def test_steps_that_compare_other_tensors_are_checked(rows: int) -> None:
     else:
         with pytest.raises(ShapeError, match=r"(?s)train_step failed on .*x \(3, 4\), y \(3, 4\)"):
             dry_run.run(columns)
-
-
-def test_other_threads_can_print_meanwhile(capsys: Any) -> None:
-    with traceless():
-        print("ours")
-        other = threading.Thread(target=lambda: print("theirs"))
-        other.start()
-        other.join()
-    assert capsys.readouterr().out == "theirs\n"
-
-
-def test_keras_models_that_ask_for_their_rank_are_not_checked(caplog: Any) -> None:
-    class AsksHorovod(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x: Any) -> Any:
-            return self.dense(x * float(ask_tf_horovod()))
-
-    model = AsksHorovod()
-    model.compile("sgd", "mse")
-    with pytest.raises(ParamError, match="dry_run is False"):
-        DryRun(model, ["x"], ["y"], None, None).look_at(COLUMNS)
-    with pytest.raises(ParamError, match=r"(?s)it is not built.*has not been initialized"):
-        DryRun(model, ["x"], ["y"], None, None).run(COLUMNS)
-    model.dense.build((None, 4))
-    model.built = True
-    caplog.clear()
-    trial = DryRun(model, ["x"], ["y"], None, None)
-    trial.run(COLUMNS)
-    assert "The ranks will show" in caplog.text
-    assert trial.tensors.labels.array(COLUMNS["y"]).shape == (3, 1)
-
-    def loss(label: Any, output: Any) -> Any:
-        return keras.ops.mean((label - output) ** 2) * ask_tf_horovod()
-
-    inputs = keras.Input((4,))
-    functional = keras.Model(inputs, keras.layers.Dense(1)(inputs))
-    functional.compile("sgd", loss)
-    DryRun(functional, ["x"], ["y"], None, None).run(COLUMNS)
-    with pytest.raises(ShapeError, match="row of column 'x'"):
-        DryRun(functional, ["x"], ["y"], None, None).run({**COLUMNS, "x": np.ones((3, 5))})
-
-
-def test_lightning_steps_that_ask_for_their_rank_are_not_checked(caplog: Any) -> None:
-    class AsksHorovod(LightningModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch["x"].mean() * ask_torch_horovod()
-
-    try_step(AsksHorovod(), 3, lambda rows: {"x": torch.zeros(3, 4)[rows]})
-    assert "Horovod has not been initialized" in caplog.text

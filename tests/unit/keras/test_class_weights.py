@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.training.row_weights import check_classes
 
@@ -72,30 +71,6 @@ def test_weights_equal_those_of_keras(labels: np.ndarray) -> None:
         both.for_validation().arrays(columns)[2], columns["w"].astype(np.float32)
     )
     assert len(spec.for_validation().arrays(columns)) == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1.0, 2.0], "class_weight: expected a dict"),
-        ({"0": 1.0}, "found the class '0'"),
-        ({-1: 1.0}, "found the class -1"),
-        ({True: 1.0}, "found the class True"),
-        ({0.5: 1.0}, r"found the class 0\.5"),
-        ({1: -0.5}, r"class_weight\[1\]: expected 0 or more, found -0\.5"),
-        ({1: float("nan")}, r"class_weight\[1\]: expected a finite number"),
-        ({1: "much"}, r"class_weight\[1\]: expected a number"),
-    ],
-)
-def test_invalid_class_weights_are_rejected(value: Any, message: str) -> None:
-    with pytest.raises(ParamError, match=message):
-        KerasEstimator(class_weight=value)
-
-
-def test_numpy_numbers_are_accepted() -> None:
-    weights = dict(enumerate(np.array([0.5, 2.0], np.float32)))
-    weights[np.int64(4)] = np.float64(3)  # type: ignore[index]
-    assert KerasEstimator(class_weight=weights).getClassWeight() == {0: 0.5, 1: 2.0, 4: 3.0}
 
 
 def test_labels_that_are_not_classes_are_rejected() -> None:

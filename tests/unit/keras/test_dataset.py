@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
+from hvd_estimators.keras.dataset import ColumnDatasets, reading_first
 from hvd_estimators.keras.tensorflow_dataset import column_dataset
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.loading.readers import DataModule
@@ -94,19 +94,6 @@ def test_no_chunk_is_read_ahead_after_the_last_batch() -> None:
     assert not is_beyond.wait(0.3)
 
 
-class Counted(OwnModule):
-    """Data module with a known number of validation batches."""
-
-    def num_val_batches(self) -> int:
-        return 2
-
-
-def test_validation_datasets_know_their_number_of_batches() -> None:
-    dataset = ColumnDatasets(Counted(train_dir="", val_dir=""), prefetch=1).validation(steps=9)
-    assert dataset.cardinality() == 2
-    assert len(list(dataset)) == 2
-
-
 class Guide(keras.Model):
     """Model with the custom test step of Keras's guide and a counter of steps."""
 
@@ -172,27 +159,3 @@ def test_columns_get_the_models_shapes_and_types() -> None:
     ):
         assert a.dtype == b.dtype.as_numpy_dtype
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize(
-    ("given", "note"),
-    [
-        ("x", None),
-        ("(x,)", None),
-        ("(x, y)", "data = (x, y); its"),
-        ("(x, y, w)", "data = (x, y, sample_weight); its"),
-    ],
-)
-def test_errors_in_a_step_describe_its_inputs(given: str, note: str | None, graph: bool) -> None:
-    x = tf.zeros((2, 3))
-    data = {"x": x, "(x,)": ({"a": x},), "(x, y)": (x, x), "(x, y, w)": (x, x, x)}[given]
-
-    def step(data: Any) -> None:
-        with naming_data("M.train_step", data):
-            raise KeyError("of the user")
-
-    with pytest.raises(KeyError, match="of the user") as caught:
-        (tf.function(step, autograph=False) if graph else step)(data)
-    told = " ".join(map(str, [*caught.value.args, *getattr(caught.value, "__notes__", ())]))
-    assert (note is None and "data =" not in told) or (note is not None and note in told)

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import DistributedOptimizer, KerasEstimator
+from hvd_estimators.keras import DistributedOptimizer
 from hvd_estimators.keras.callbacks import turn_off_jit_compile
 from hvd_estimators.keras.gradients import is_distributed
 
@@ -38,17 +38,3 @@ def test_xla_is_disabled_with_a_log_message(caplog: pytest.LogCaptureFixture) ->
         turn_off_jit_compile(model)
     assert not model.jit_compile
     assert "XLA cannot compile the operations between ranks" in caplog.text
-
-
-def test_shapes_of_a_model_include_free_dimensions() -> None:
-    assert KerasEstimator(model=make_model()).get_model_shapes() == ([[-1, 2]], [[-1, 1]])
-
-
-def test_accessors_keep_their_familiar_names() -> None:
-    estimator = KerasEstimator(custom_objects={"a": print}, backend_env={"A": 1, "B": None})
-    assert estimator.getCustomObjects() == {"a": print}
-    assert estimator.getBackendEnv() == {"A": "1", "B": None}
-    assert estimator.setCheckpointCallback(None).getCheckpointCallback() is None
-    assert estimator.getTensorflowDatasetPrefetchBufferSize() == 0
-    with pytest.raises(ParamError, match="backend_env: expected a dict"):
-        estimator.setBackendEnv("A=1")

@@ -126,29 +126,6 @@ def test_inputs_in_a_dict_pair_by_name_or_are_rejected() -> None:
     assert input_structure(single, ["features"])["b"].column == "features"
 
 
-def test_the_error_for_inputs_of_neither_form_shows_both_errors() -> None:
-    def pick(inputs: Any) -> tuple[Any, Any]:
-        return inputs["b"], inputs["missing"]
-
-    def copy() -> keras.Model:
-        return Weighing(pick)
-
-    with pytest.raises(ShapeError, match=r"(?s)b \(3, 2\).*with a dict of column name.*missing"):
-        DryRun(copy(), FEATURES, ["y"], None, None, copy=copy).run(COLUMNS)
-
-
-def test_without_a_call_the_form_must_be_known() -> None:
-    model = make("index")
-    model.many.build((None, 2))
-    model.one.build((None, 1))
-    with pytest.raises(ParamError, match=r"tuple or a dict .* dry_run is False"):
-        DryRun(model, FEATURES, ["y"], None, None).look_at(COLUMNS)
-    model({"b": COLUMNS["b"], "a": COLUMNS["a"][:, None]})
-    trial = DryRun(model, FEATURES, ["y"], None, None)
-    trial.look_at(COLUMNS)
-    assert isinstance(trial.tensors.inputs, dict)
-
-
 def titled(structure: Callable[[Any, Any], Any]) -> keras.Model:
     """Return a model of 10 title + body, with inputs in a structure."""
     title, body = keras.Input((1,), name="title"), keras.Input((1,), name="body")

@@ -11,17 +11,12 @@ from typing import Any
 import cloudpickle
 import keras
 import numpy as np
-import pytest
 
 from hvd_estimators.checkpoints import load_checkpoint
-from hvd_estimators.keras import serialization
 from hvd_estimators.keras.model_file import load_values, save_values
 from hvd_estimators.keras.serialization import (
     ModelPayload,
     copy_model,
-    dump,
-    load_model,
-    model_payload,
 )
 
 ROWS = 2**13
@@ -67,18 +62,6 @@ def peak(function: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_pickles_hold_each_variable_once(trained: bool) -> None:
-    model = make_model(trained)
-    # Adam has two slots for every weight, which are zero before its first step.
-    expected = (3 if trained else 1) * WEIGHTS
-    for document in (dump(model), cloudpickle.dumps(ModelPayload(model))):
-        assert expected < len(document) < expected + OVERHEAD
-        copy = pickle.loads(document)
-        assert_same(copy.load() if isinstance(copy, ModelPayload) else copy, variables(model))
-    assert WEIGHTS < len(model_payload(model)) < WEIGHTS + OVERHEAD
-
-
 def test_serialization_needs_little_memory(tmp_path: Path) -> None:
     model = make_model(trained=True)
     expected = variables(model)
@@ -104,21 +87,6 @@ def test_serialization_needs_little_memory(tmp_path: Path) -> None:
     other = make_model(trained=False)
     assert peak(lambda: load_values(other, checkpoint)) < most
     assert_same(other, expected)
-
-
-def test_weights_are_compared_and_written_without_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = make_model(trained=True)
-    monkeypatch.setattr(serialization, "_LARGE_BYTES", WEIGHTS // 2)
-    # Writing the first file imports modules, whose memory would count.
-    model_payload(make_model(trained=True))
-    files: list[Any] = []
-    # NumPy counts the unwritten memory of the copy that checks the file.
-    assert peak(lambda: files.append(model_payload(model))) < 1.5 * WEIGHTS
-    loaded = load_model(files[0])
-    for found, variable in zip(loaded.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(found.numpy(), variable.numpy())
 
 
 def test_checkpoints_hold_each_variable_once(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,9 +10,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.metrics import (
-    as_logs,
     check_metrics,
-    leaf_metrics,
     merge_states,
     metrics_with_merge_state,
     summed_variables,
@@ -190,41 +185,3 @@ def test_states_of_keras_metrics_can_be_added(metric: keras.metrics.Metric) -> N
     for variable, a, b in zip(metric.variables, *states, strict=True):
         variable.assign(a + b)
     np.testing.assert_allclose(np.asarray(metric.result()), expected, rtol=1e-5)
-
-
-def test_leaf_metrics_come_from_compile_and_the_model() -> None:
-    model = model_with([Counted(), "mae"])
-    check_metrics(model, np.zeros((4, 2)), np.zeros((4, 1)), np.zeros((4, 1)))
-    assert [type(metric).__name__ for metric in leaf_metrics(model)] == [
-        *("Mean", "Counted", "MeanAbsoluteError"),
-    ]
-    # The check leaves nothing behind.
-    assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
-
-
-def test_logs_are_converted_as_keras_does() -> None:
-    ops = keras.ops
-    nested = {"b": ops.ones(()), "c": {"d": ops.ones((1, 1)), "e": ops.cast(1.5, "bfloat16")}}
-    found = as_logs({"a": nested, "several": ops.ones((2,)), "count": 3, "text": "f"})
-    expected = {"b": 1.0, "d": 1.0, "e": 1.5, "several": [1.0, 1.0], "count": 3.0, "text": "f"}
-    assert found == expected
-    assert isinstance(found["count"], float)
-
-
-def test_warnings_about_metrics_are_shown_without_logging(tmp_path: Path) -> None:
-    program = (
-        "import keras, numpy as np\n"
-        "from hvd_estimators.keras.dry_run import DryRun\n"
-        "def rms(a, b): print('of the user'); return keras.ops.sqrt(keras.ops.mean((a - b) ** 2))\n"
-        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
-        "model.compile('sgd', 'mse', metrics=[rms])\n"
-        "run = object.__new__(DryRun)\n"
-        "zeros = np.zeros((4, 1), np.float32)\n"
-        "run.model, run._batch = model, (np.zeros((4, 2), np.float32), zeros, zeros)\n"
-        "run.check_metrics()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "metrics: 'rms' of a batch is" in done.stderr
-    assert "of the user" not in done.stdout

@@ -84,19 +84,6 @@ def test_a_model_always_has_the_same_bytes() -> None:
     assert model_payload(model) == model_payload(model)
 
 
-def test_losses_metrics_and_optimizers_keep_their_settings() -> None:
-    values = [
-        keras.losses.Huber(delta=3.0),
-        keras.metrics.AUC(num_thresholds=7),
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.3, momentum=0.2)),
-    ]
-    huber, auc, scaling = load(dump(values))
-    assert huber.get_config() == values[0].get_config()
-    assert auc.num_thresholds == 7
-    assert scaling.inner_optimizer.momentum == 0.2
-    assert float(scaling.learning_rate) == pytest.approx(0.3)
-
-
 def test_an_optimizers_state_is_restored_for_other_variables() -> None:
     model = make_model()
     document = OptimizerPayload.of(model.optimizer)

@@ -14,7 +14,6 @@ from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.serialization import (
-    OptimizerPayload,
     copy_model,
     dump,
     load,
@@ -52,62 +51,6 @@ class Above(keras.metrics.Metric):
         return self.counts[0] / self.counts[1]
 
 
-class Steps(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __call__(self, step: Any) -> Any:
-        return self.rate / (1.0 + keras.ops.cast(step, "float32"))
-
-    def get_config(self) -> dict[str, Any]:
-        return {"rate": self.rate}
-
-
-class SignedSGD(keras.optimizers.SGD):
-    def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(learning_rate, **{"momentum": 0.5, **kwargs})
-        self.sign = sign
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "sign": self.sign}
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        super().update_step(self.sign * gradient, variable, learning_rate)
-
-
-class Filled(keras.initializers.Initializer):
-    def __init__(self, value: float = 0.0) -> None:
-        self.value = value
-
-    def __call__(self, shape: Any, dtype: Any = None) -> Any:
-        return keras.ops.full(shape, self.value, dtype)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-
-class Capped(keras.constraints.Constraint):
-    def __init__(self, cap: float = 100.0) -> None:
-        self.cap = cap
-
-    def __call__(self, w: Any) -> Any:
-        return keras.ops.minimum(w, self.cap)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"cap": self.cap}
-
-
-class Penalty(keras.regularizers.Regularizer):
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, x: Any) -> Any:
-        return self.factor * keras.ops.sum(x**2)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"factor": self.factor}
-
-
 class Wrapping(keras.Model):
     """Model that wraps a model and has no get_config."""
 
@@ -123,52 +66,6 @@ class Wrapping(keras.Model):
         for layer in self.extra:
             x = layer(x)
         return x / self.temperature
-
-
-def test_losses_metrics_and_schedules_keep_their_arguments() -> None:
-    loss, metric, schedule = load(dump([Power(3.0), Above(0.5), Steps(0.25)]))
-    assert float(loss(np.array([[2.0]]), np.array([[0.0]]))) == pytest.approx(8.0)
-    metric.update_state(np.zeros(4), np.array([0.2, 0.7, 0.9, 0.4]))
-    assert float(metric.result()) == pytest.approx(0.5)
-    assert len(metric.variables) == 2
-    metric.reset_state()
-    assert float(metric.counts[1]) == 0.0
-    assert float(schedule(1)) == pytest.approx(0.125)
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_optimizers_keep_their_settings(built: bool) -> None:
-    variable = keras.Variable(np.zeros(2, "float32"))
-    optimizer = SignedSGD(Steps(1.0), sign=-1.0)
-    if built:
-        optimizer.apply([np.ones(2, "float32")], [variable])
-    document = OptimizerPayload.of(optimizer)
-    other, target = document.make(), keras.Variable(variable.numpy())
-    document.restore(other, [target])
-    for made, of in [(other, target), (optimizer, variable)]:
-        made.apply([np.array([1.0, 2.0], "float32")], [of])
-    # Uphill, at a falling rate, with the momentum of the previous step.
-    np.testing.assert_allclose(target.numpy(), variable.numpy())
-    assert target.numpy().tolist() == ([2.0, 2.5] if built else [1.0, 2.0])
-
-
-def test_layers_keep_initializers_constraints_and_regularizers() -> None:
-    model = keras.Sequential(
-        [
-            keras.layers.Dense(
-                2,
-                kernel_initializer=Filled(3.0),
-                kernel_constraint=Capped(0.5),
-                kernel_regularizer=Penalty(0.125),
-            )
-        ]
-    )
-    copy = copy_model(model)
-    copy.build((None, 3))
-    layer = copy.layers[0]
-    np.testing.assert_array_equal(layer.kernel.numpy(), np.full((3, 2), 3.0))
-    assert float(layer.kernel.constraint(np.array(7.0))) == 0.5
-    assert float(copy.losses[0]) == pytest.approx(0.125 * 9 * 6)
 
 
 def make_wrapping() -> Wrapping:
@@ -371,14 +268,3 @@ def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
     for params, message in cases:
         with pytest.raises(ParamError, match=message):
             Fit(KerasEstimator(**common, **params)).settings.compile_settings()
-
-
-def test_deep_models_are_restored() -> None:
-    x = y = keras.Input((2,))
-    for _ in range(150):
-        y = keras.layers.Add()([keras.layers.Activation("tanh")(y), x])
-    model = keras.Model(x, keras.layers.Dense(1, kernel_initializer=Filled(3.0))(y))
-    rows = np.array([[0.1, 0.2]], "float32")
-    copy = copy_model(model)
-    np.testing.assert_array_equal(copy(rows), model(rows))
-    assert copy.layers[-1].kernel_initializer.value == 3.0

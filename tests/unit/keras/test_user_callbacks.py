@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,10 @@ import numpy as np
 import pytest
 
 from hvd_estimators.compat.callbacks import LearningRateScheduleCallback, LogCallback
-from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import (
-    KerasEstimator,
-)
-from hvd_estimators.keras.callbacks import _mean
-from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback
-from hvd_estimators.keras.serialization import dump, load
+from hvd_estimators.keras.loop import RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import (
     callback_state,
-    check_callbacks,
     for_rank,
     restore_callback,
 )
@@ -85,61 +76,6 @@ def test_callbacks_see_steps_if_a_rank_runs_several_shards(steps_per_call: int) 
     assert called == expected
 
 
-def test_functions_set_on_an_instance_are_called() -> None:
-    called: list[str] = []
-
-    class Own(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.on_batch_end = lambda batch, logs: called.append(f"own {batch}")
-
-    class Asks(keras.callbacks.Callback):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "on_train_batch_end":
-                return lambda batch, logs: called.append(f"asked {batch}")
-            return super().__getattribute__(name)
-
-    given = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: called.append(f"given {batch} {logs['loss'] > 0}")
-    )
-    for callback, expected in [
-        (given, ["given 0 True", "given 1 True"]),
-        (Own(), ["own 0", "own 1"]),
-        (Asks(), ["asked 0", "asked 1"]),
-        (keras.callbacks.Callback(), []),
-    ]:
-        called.clear()
-        model = linear(keras.optimizers.SGD(0.0))
-        model.layers[0].set_weights([np.ones((1, 1))])
-        callbacks = rank_callbacks(callback, model, 2, micro_batches(model, 1))
-        model.fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=callbacks)
-        assert called == expected
-
-
-def test_a_slow_first_batch_is_not_reported() -> None:
-    class AlwaysDue:
-        def __init__(self) -> None:
-            self.steps: list[tuple[int, Mapping[str, float]]] = []
-
-        def start_epoch(self, epoch: int, step: int) -> None:
-            pass
-
-        def count_step(self) -> bool:
-            return True
-
-        def step(self, step: int, means: Mapping[str, float]) -> None:
-            self.steps.append((step, means))
-
-        def end_epoch(self, means: Mapping[str, float]) -> None:
-            pass
-
-    progress = AlwaysDue()
-    model = linear(keras.optimizers.SGD(0.0))
-    reports: Any = ProgressReports(progress)  # type: ignore[arg-type]
-    model.fit(ROWS, ROWS, batch_size=4, epochs=2, verbose=0, callbacks=[reports])
-    assert [step for step, _ in progress.steps] == [1, 1]
-    assert set(progress.steps[0][1]) == {"loss", "mae"}
-
-
 @pytest.mark.parametrize("correction", [True, False])
 def test_velocity_scales_with_the_rate(correction: bool) -> None:
     model = linear(keras.optimizers.SGD(0.1, momentum=0.5))
@@ -159,17 +95,6 @@ def test_velocity_scales_with_the_rate(correction: bool) -> None:
     np.testing.assert_allclose(logs["learning_rate"], [0.1, 0.01], rtol=1e-6)
 
 
-def test_gradient_averages_do_not_scale_with_the_rate() -> None:
-    found = []
-    for factor in (1.0, 0.5):
-        model = linear(keras.optimizers.Adam(0.1))
-        callback = LearningRateScheduleCallback(0.1, factor, start_epoch=1)
-        model.fit(ROWS, ROWS, epochs=2, verbose=0, callbacks=[callback])
-        found.append([variable.numpy() for variable in model.optimizer.variables[2:]])
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def multi_optimizer() -> keras.optimizers.Optimizer:
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
@@ -186,21 +111,6 @@ def test_each_inner_optimizer_has_a_scaled_rate() -> None:
     rates = {name: values for name, values in logs.items() if name.startswith("learning_rate")}
     assert sorted(rates) == ["learning_rate_0", "learning_rate_1"]
     np.testing.assert_allclose(sorted(values[1] for values in rates.values()), [0.05, 0.1])
-
-
-def test_copies_map_variables_to_the_same_inner_optimizers() -> None:
-    model = keras.Sequential(
-        [keras.Input((1,)), keras.layers.Dense(1, name="c"), keras.layers.Dense(1, name="d")],
-        name="net",
-    )
-    model.compile(multi_optimizer(), "mse", jit_compile=False)
-    model.fit(ROWS, ROWS, verbose=0)
-    copy = load(dump(model))
-    paths = [variable.path for variable in model.optimizer.variables]
-    assert any("c_kernel_velocity" in path for path in paths)
-    assert not any("d_kernel_velocity" in path for path in paths)
-    for a, b in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
 
 
 def test_relative_paths_are_below_the_runs_logs(tmp_path: Path) -> None:
@@ -230,14 +140,6 @@ def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
         state = callback_state(log)
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1"]
-
-
-def test_callbacks_must_be_a_list() -> None:
-    callbacks: Any = keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()])
-    with pytest.raises(ParamError, match="callbacks: a CallbackList"):
-        KerasEstimator(callbacks=callbacks)
-    with pytest.raises(ParamError, match="Give them as a plain list"):
-        check_callbacks([callbacks])
 
 
 @pytest.mark.parametrize("per_batch", [False, True])
@@ -273,11 +175,3 @@ def test_only_rank_0_reports_metrics(
         "epoch 1 ends: loss=-0.3625",
     ]
     assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
-
-
-def test_values_of_steps_are_averaged_over_ranks_with_rows() -> None:
-    assert _mean([math.nan, 2.0, 3.0]) == 2.5
-    assert math.isnan(_mean([math.nan, math.nan]))
-    assert _mean([[1.0, 2.0], [3.0, 4.0]]) == [2.0, 3.0]
-    assert _mean([[1.0], [3.0, 4.0]]) == [1.0]
-    assert _mean(["a", "b"]) == "a"

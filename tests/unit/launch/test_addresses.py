@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.task import addresses
 from hvd_estimators.launch.task.addresses import (
@@ -26,11 +25,6 @@ def host(*found, name="node", identity=None, error=""):
 
 
 class TestChoice:
-    def test_each_hosts_first_address_is_chosen(self):
-        hosts = [host("10.0.0.1", "10.1.0.1"), host("10.1.0.2", "10.0.0.2")]
-
-        assert choose_addresses(hosts)[1] == ["10.0.0.1", "10.1.0.2"]
-
     @pytest.mark.parametrize(
         ("others", "chosen"),
         [
@@ -75,27 +69,9 @@ class TestChoice:
 
         assert choose_addresses(hosts) == (["node", "node"], ["127.0.0.1", "127.0.0.1"])
 
-    def test_tasks_of_one_host_have_one_address(self):
-        hosts = [
-            host("10.0.0.1", identity="1", name="a"),
-            host("10.0.0.2", identity="2", name="b"),
-            host(identity="1", name="a"),
-        ]
-
-        assert choose_addresses(hosts) == (
-            ["a", "b", "a"],
-            ["10.0.0.1", "10.0.0.2", "10.0.0.1"],
-        )
-
     def test_a_host_without_an_address_fails_all_tasks(self):
         with pytest.raises(UnreachableError, match="it has no network"):
             choose_addresses([host("10.0.0.1"), host(error="it has no network", identity="2")])
-
-    def test_the_driver_raises_the_error_of_the_tasks(self):
-        failed = RankOutcome(0, "node", None, "UnreachableError", "a does not reach b")
-
-        with pytest.raises(UnreachableError, match="a does not reach b"):
-            results_in_order([failed, failed])
 
 
 class TestCandidates:

@@ -17,7 +17,6 @@ from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.cluster.application import Cluster
-from hvd_estimators.launch.cluster.spark_errors import failed_on
 
 
 def application(master: str, python: str = sys.executable, **conf: str) -> Cluster:
@@ -63,12 +62,6 @@ def test_dynamic_allocation_follows_the_setting(master: str, enabled: str, expec
     cluster = application(master, dynamicAllocation_enabled=enabled)
 
     assert cluster.allocates_dynamically == expected
-
-
-def test_the_first_of_several_failed_tasks_counts() -> None:
-    tasks = [(30, "a", "1"), (20, "b", "9"), (20, "b", "8")]
-
-    assert failed_on(SimpleNamespace(failed_tasks=lambda tag: tasks), "tag") == ("b", "8")
 
 
 def test_a_cluster_with_py4j_security_is_named() -> None:

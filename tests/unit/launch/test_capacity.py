@@ -14,7 +14,6 @@ from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster import application as clusters
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.capacity import check_slots, most_slots
-from hvd_estimators.launch.cluster.jobs import barrier_job
 from hvd_estimators.launch.cluster.resources import TaskResources
 
 
@@ -125,22 +124,5 @@ def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
     assert thread.is_alive()
     ended.set()
     thread.join()
-    assert settings["spark.dynamicAllocation.enabled"] == "true"
-    assert clusters._accepting == 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_dynamic_allocation_is_off_only_until_spark_shows_the_job(fails: bool) -> None:
-    settings = {"spark.dynamicAllocation.enabled": "true"}
-    cluster = AcceptingCluster(context_with(settings))
-
-    with contextlib.suppress(RuntimeError), barrier_job(cluster, 2, 60.0) as tag:
-        assert settings["spark.dynamicAllocation.enabled"] == "false"
-        if fails:
-            raise RuntimeError
-        cluster.shown = frozenset({tag})
-        # The tasks have not started yet, and the job runs on.
-        wait_until(lambda: settings["spark.dynamicAllocation.enabled"] == "true")
-        assert cluster.allocates_dynamically
     assert settings["spark.dynamicAllocation.enabled"] == "true"
     assert clusters._accepting == 0

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from horovod.common import elastic
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_estimators.launch.rank.worker import call_without_notifications
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
@@ -86,17 +84,6 @@ def test_only_rank_0_commits_and_all_ranks_restore_its_state(launch: Any) -> Non
     assert resets == [5]
 
 
-def test_a_rank_whose_peer_is_lost_ends_with_horovods_error(launch: Any) -> None:
-    def loses_its_peer() -> None:
-        def train(state: Any) -> None:
-            raise HorovodInternalError("a peer has gone")
-
-        elastic.run_fn(train, reset)(object_state(batch=0))
-
-    with pytest.raises(HorovodInternalError, match="a peer has gone"):
-        launch(loses_its_peer)
-
-
 def test_a_state_can_be_restored_explicitly(launch: Any) -> None:
     def restores() -> int:
         state = object_state(batch=1)
@@ -135,45 +122,6 @@ def test_several_states_are_distinguished_and_each_is_restored_once(
     assert launch(two_phases, False) == (4, 120)
 
 
-def test_models_optimizers_and_objects_of_a_torch_state_are_restored(launch: Any) -> None:
-    """Two launches give the same result as one uninterrupted process."""
-    from horovod.torch.elastic import TorchState
-
-    def batch(number: int) -> torch.Tensor:
-        return torch.rand(4, 2, generator=torch.Generator().manual_seed(number))
-
-    def descend(state: Any, until: int) -> None:
-        while state.batch < until:
-            state.optimizer.zero_grad()
-            state.model(batch(state.batch)).pow(2).mean().backward()
-            state.optimizer.step()
-            state.batch += 1
-
-    def torch_program(fail: bool, seed: int) -> tuple[list[Any], int]:
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
-        state = TorchState(model, optimizer, batch=0)
-        state.sync = lambda: None  # there are no other ranks
-        state.check_host_updates = lambda: None
-
-        def train(state: Any) -> tuple[list[Any], int]:
-            descend(state, 3)
-            state.commit()
-            if fail:
-                descend(state, 4)
-                raise ValueError("on purpose")
-            descend(state, 6)
-            return [parameter.tolist() for parameter in model.parameters()], state.batch
-
-        return elastic.run_fn(train, reset)(state)
-
-    expected = torch_program(False, 1)
-    with pytest.raises(ValueError, match="on purpose"):
-        launch(torch_program, True, 1)
-    assert launch(torch_program, False, 2) == expected
-
-
 def test_states_work_without_relaunches_and_without_notifications(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -181,18 +129,3 @@ def test_states_work_without_relaunches_and_without_notifications(
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     assert call_without_notifications(program, (None, []), {}) == (5, 1)
-
-
-def test_an_unknown_kind_of_state_is_warned_about(
-    launch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Other(elastic.State):
-        def save(self) -> None: ...
-        def restore(self) -> None: ...
-        def sync(self) -> None: ...
-
-    def commits() -> None:
-        elastic.run_fn(lambda state: state.commit(), reset)(Other(lambda value: value, lambda: 0))
-
-    launch(commits)
-    assert "Other saves no values that can be sent" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import PeerLostError
 from hvd_estimators.launch.service import exchange as module
 from hvd_estimators.launch.service.events import EventSender, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
-from hvd_estimators.launch.service.server import DriverService, connect_to_driver
+from hvd_estimators.launch.service.server import DriverService
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -202,18 +200,3 @@ def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
     assert found[0] == found[2] == EXPECTED[0]
     assert "has lost the connection to the driver" in found[1]
     assert tasks.gathered == 0
-
-
-def test_strangers_are_rejected_and_change_nothing() -> None:
-    def knock(address: str, secret: bytes) -> None:
-        place = address.rpartition(":")[0]
-        with connect_to_driver(f"{place}:{secret.hex()}", 5) as channel:
-            request = {"kind": "exchange", "task": 0, "host": "there"}
-            channel.send(request, json.dumps({"of": "a stranger"}).encode())
-            channel.receive(0.3)
-
-    with served() as address:
-        for secret in (new_secret(), b""):
-            with pytest.raises((ConnectionError, TimeoutError)):
-                knock(address, secret)
-        assert Tasks(3).run(once, [address] * 3) == EXPECTED

@@ -19,7 +19,6 @@ from hvd_estimators.launch.gpus import (
     visible_gpus,
 )
 from hvd_estimators.launch.rank.environment import assign_ranks
-from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 
 UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
 MIG = "MIG-5b1d4d3a-0b0b-5d4a-9a3f-1f3f1c1a2b3c"
@@ -135,13 +134,6 @@ def test_indices_are_per_container_and_uuids_are_per_host(devices):
     assert gpu_place("one") != gpu_place("another")
     (devices / "nvidia0").touch()
     assert gpu_place("one") == gpu_place("another")
-
-
-def test_an_assignment_error_is_raised_unchanged_on_the_driver():
-    outcomes = [RankOutcome(rank, "a", None, "GpuError", "twice", ended_at=1.0) for rank in (0, 1)]
-
-    with pytest.raises(GpuError, match=r"^twice$"):
-        results_in_order(outcomes)
 
 
 def test_unpinned_ranks_share_the_visible_gpus(monkeypatch):

@@ -176,16 +176,6 @@ def test_a_rank_ends_when_guardian_and_parent_are_killed_together(tmp_path, envi
     wait_until(lambda: ended(rank))
 
 
-def test_a_rank_that_holds_the_lock_is_aborted(tmp_path, environment):
-    path = tmp_path / "pids"
-    call = pickle_call(start_and_hold_the_lock, (str(path),), {})
-    with RankProcess(0, "here", call, environment) as process:
-        ranks = pids(path)
-
-        assert process.abort().error_type == "aborted"
-        assert all(map(ended, ranks))
-
-
 @pytest.mark.parametrize("ignoring", [False, True])
 def test_children_end_with_their_rank_without_delaying_its_result(environment, ignoring):
     """They hold the rank's output open; one has a separate session, and one has no parent."""

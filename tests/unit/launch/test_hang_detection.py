@@ -130,16 +130,6 @@ def test_ranks_that_do_not_train_are_left_alone():
     assert raised.value.rank == 0
 
 
-def test_ranks_are_ended_if_all_are_stopped():
-    def work():
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    with pytest.raises(WorkerFailedError, match="has been stopped for 2 s") as raised:
-        LocalBackend(2, env=env).run(work)
-    assert raised.value.cause == "stalled"
-
-
 def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
     def work():
         import horovod.torch as hvd

@@ -126,10 +126,3 @@ def test_a_gpu_assigned_twice_or_not_visible_fails_all_tasks(
     hidden = replace(JOB, driver_env={"CUDA_VISIBLE_DEVICES": "0"})
     with pytest.raises(GpuError, match="sees 1"):
         check("ab", machine_facts(task("3"), hidden, ""), {})
-
-
-def test_hidden_gpus_are_not_reported() -> None:
-    job = replace(JOB, env={"CUDA_VISIBLE_DEVICES": "-1"})
-
-    assert "gpus" not in machine_facts(task("0"), job, "")
-    assert "CUDA_VISIBLE_DEVICES" not in gpu_variables(task("0"), job, assign_ranks(["a"])[0])

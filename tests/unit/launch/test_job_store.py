@@ -1,8 +1,6 @@
 """The job's store: Gloo's keys, failures, and how long each rank has been silent."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 
@@ -56,20 +54,6 @@ def test_a_waiting_rank_gets_a_key_when_it_is_set(monkeypatch):
     assert got == [({"status": 200, "lengths": [4]}, b"here")]
 
 
-def test_values_of_several_keys_come_together_or_not_at_all(monkeypatch):
-    monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 0.1)
-    store = make_store()
-    for key, value in (("a", b"one"), ("b", b""), ("c", b"three")):
-        tell(store, "set", body=value, scope="keys", key=key)
-    assert tell(store, "get", scope="keys", keys=["c", "b", "a"]) == (
-        {"status": 200, "lengths": [5, 0, 3]},
-        b"threeone",
-    )
-    assert tell(store, "get", scope="keys", keys=[]) == ({"status": 200, "lengths": []}, b"")
-    assert tell(store, "get", scope="keys", keys=["a", "d"]) == ({"status": 404}, b"")
-    assert tell(store, "get", scope="others", keys=["a"]) == ({"status": 404}, b"")
-
-
 def test_a_rank_gets_its_part_of_each_value(monkeypatch):
     monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 0.1)
     store = make_store(4)
@@ -81,49 +65,6 @@ def test_a_rank_gets_its_part_of_each_value(monkeypatch):
     assert tell(store, "get_parts", 0, key="0", **place) == ({"status": 404}, b"")
     tell(store, "set", 2, b"2>02>12>3", scope="global", key="2")
     assert tell(store, "get_parts", 0, key="0", **place) == ({"status": 200}, b"1>02>03>0")
-
-
-def test_a_key_that_is_deleted_during_a_wait_for_others_is_awaited_again(monkeypatch):
-    monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 20.0)
-    store = make_store()
-    tell(store, "set", scope="keys", key="b", body=b"2")
-    answers = []
-    waiting = threading.Thread(
-        target=lambda: answers.append(tell(store, "get", scope="keys", keys=["a", "b"]))
-    )
-    waiting.start()
-    waiting.join(0.1)
-    tell(store, "delete", scope="keys", key="b")
-    tell(store, "set", scope="keys", key="a", body=b"1")
-    waiting.join(10)
-    assert answers == [({"status": 404}, b"")]
-
-
-def test_a_key_wakes_only_ranks_that_have_all_their_keys(monkeypatch):
-    """Otherwise N ranks that wait for each other's keys would be woken N^2 times."""
-    monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 20.5)
-    store = make_store(20)
-    woken = []
-    wait = threading.Condition.wait
-
-    def recording(condition, timeout=None):
-        is_notified = wait(condition, timeout)
-        if timeout == 20.5:
-            woken.append(is_notified)
-        return is_notified
-
-    with mock.patch.object(threading.Condition, "wait", recording):
-        keys = [str(rank) for rank in range(20)]
-        with ThreadPoolExecutor(20) as pool:
-            answers = [
-                pool.submit(tell, store, "get", rank, scope="keys", keys=keys) for rank in range(20)
-            ]
-            for rank in range(20):
-                tell(store, "set", rank, b"value", scope="keys", key=str(rank))
-            assert {answer.result(20)[0]["status"] for answer in answers} == {200}
-    # A thread that had not started yet when the last key came does not wait.
-    assert 0 < len(woken) <= 20
-    assert all(woken)
 
 
 def test_the_first_failure_is_reported_to_all():

@@ -3,9 +3,6 @@
 import contextlib
 import functools
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 import types
@@ -114,25 +111,6 @@ def test_an_unpatched_horovod_is_an_error_only_for_programs_that_use_it(monkeypa
             call()
 
 
-def test_strangers_cannot_end_ranks_whose_horovod_is_unpatched(monkeypatch):
-    """Neither requests without the token, nor with a wrong one, nor what is not HTTP."""
-
-    def work():
-        port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        answers = []
-        for authorization in ("", "Authorization: Bearer 0\r\n"):
-            with socket.create_connection(("127.0.0.1", port), 10) as stranger:
-                stranger.sendall(f"PUT /global_/0 HTTP/1.1\r\n{authorization}\r\n".encode())
-                answers.append(stranger.recv(12))
-        with socket.create_connection(("127.0.0.1", port), 10) as stranger:
-            stranger.sendall(b"\r\n\r\n")
-        time.sleep(1)  # the parent looks for problems every 50 ms
-        return answers
-
-    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_revision", lambda: 0)
-    assert LocalBackend(2).run(work) == [[b"HTTP/1.1 401"] * 2] * 2
-
-
 def test_ranks_get_torchruns_variables_but_not_those_of_the_drivers_launcher(monkeypatch):
     of_driver = {name: "7" for name in (*IDENTITY_VARIABLES, "MASTER_ADDR", "MASTER_PORT")}
     for name, value in of_driver.items():
@@ -219,19 +197,6 @@ def test_an_exception_ends_the_other_ranks_and_is_raised_with_its_traceback():
     assert "output of rank 0" not in str(error)
 
 
-@pytest.mark.usefixtures("short_grace")
-def test_a_killed_rank_is_named_with_the_signal():
-    def work():
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(300)
-
-    with pytest.raises(WorkerFailedError, match="killed by SIGKILL") as raised:
-        LocalBackend(2).run(work)
-
-    assert raised.value.rank == 1
-
-
 def test_a_rank_whose_peer_died_inside_a_reduction_is_not_blamed():
     def work():
         import horovod.torch as hvd
@@ -247,19 +212,6 @@ def test_a_rank_whose_peer_died_inside_a_reduction_is_not_blamed():
         LocalBackend(2).run(work)
 
     assert raised.value.rank == 1
-
-
-def test_child_processes_of_ranks_do_not_outlive_the_job(tmp_path):
-    def work(folder):
-        child = subprocess.Popen(["sleep", "300"])
-        Path(folder, str(child.pid)).touch()
-
-    LocalBackend(2).run(work, (str(tmp_path),))
-
-    started = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(started) == 2
-    for pid in started:
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
 def test_an_interrupted_driver_leaves_no_ranks(tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """Output of ranks: forwarded to the driver, and kept for errors."""
 
-import logging
 import os
 import pickle
-import re
 import sys
 import threading
 import time
@@ -49,16 +47,6 @@ def test_every_line_is_forwarded_and_the_end_of_the_output_is_kept():
     assert "line 4999\nlast words, without a newline" in outcome.output_tail
     assert "line 4000\n" not in outcome.output_tail
     assert f"[... {len(lines) - 60:,} lines left out ...]\n" in outcome.output_tail
-
-
-def test_an_outcome_waits_for_pending_lines():
-    def chatter():
-        print(*range(50), sep="\n")
-        os._exit(1)
-
-    outcome = run(chatter, on_lines=lambda lines: time.sleep(0.5))
-
-    assert outcome.output_tail.endswith("\n48\n49\n")
 
 
 def test_binary_output_is_decoded_with_replacement_characters():
@@ -128,75 +116,6 @@ def test_a_shortened_text_keeps_both_ends(length, left_out):
     assert shortened(text, 10) == text[:5] + gap + text[-5:]
 
 
-def test_lines_read_in_time_arrive_complete_and_in_order() -> None:
-    taken: list[tuple[str, str]] = []
-
-    def take(stream: str, lines: list[str]) -> None:
-        taken.extend((stream, line) for line in lines)
-
-    sent = [("ab"[i % 3 == 0], f"line {i} größe\n") for i in range(20_000)]
-
-    with Relay(take) as relay:
-        for stream, line in sent:
-            relay.put(stream, [line])
-
-    assert taken == sent
-    assert not [t for t in threading.enumerate() if t is relay._thread]
-
-
-def test_unread_lines_are_counted_and_held_in_bounded_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
-    go_on, taken = threading.Event(), []
-
-    def take(stream: str, lines: list[str]) -> None:
-        go_on.wait()
-        taken.extend((stream, line) for line in lines)
-
-    with Relay(take) as relay:
-        started = time.monotonic()
-        for number in range(200_000):
-            relay.put("x", [f"{number:05} {'.' * 90}\n"])
-        held_up = time.monotonic() - started
-        assert relay._bytes <= 2**23
-        go_on.set()
-
-    notes = [line for _, line in taken if "left out" in line]
-    numbers = [int(line[:5]) for _, line in taken if "left out" not in line]
-    (note,) = notes
-    assert taken[-1] == ("x", note)
-    left_out = int(re.sub(r"\D", "", note))
-    assert numbers == list(range(200_000 - left_out))
-    assert 0 < len(numbers) * (97 + 128) <= 2**23 + 2 * 2**16
-    assert held_up < 20  # far below the cost of waiting for every line
-
-
-def test_after_a_pause_lines_follow_the_count_of_dropped_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(output, "_MOST_BYTES", 10 * 130)
-    go_on, entered, taken = threading.Event(), threading.Event(), []
-
-    def take(stream: str, lines: list[str]) -> None:
-        entered.set()
-        go_on.wait()
-        taken.extend(lines)
-
-    with Relay(take) as relay:
-        relay.put("", ["a\n"])
-        entered.wait()
-        for _ in range(15):
-            relay.put("", ["b\n"])
-        go_on.set()
-        while relay._bytes:
-            time.sleep(0.001)
-        relay.put("", ["c\n"])
-
-    assert taken == ["a\n", *["b\n"] * 10, "[... 5 lines left out ...]\n", "c\n"]
-
-
 def test_a_reader_that_blocks_does_not_delay_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,18 +131,3 @@ def test_a_reader_that_blocks_does_not_delay_closing(
     assert time.monotonic() - started < 10
     go_on.set()
     relay._thread.join()
-
-
-def test_a_failing_reader_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    asked = []
-
-    def refuse(stream: str, lines: list[str]) -> None:
-        asked.append(lines)
-        raise BrokenPipeError("nobody listens")
-
-    with caplog.at_level(logging.WARNING), Relay(refuse) as relay:
-        for _ in range(100_000):
-            relay.put("", ["x" * 1000])
-
-    assert len(asked) == 1
-    assert caplog.text.count("cannot be delivered") == 1

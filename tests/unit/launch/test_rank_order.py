@@ -8,21 +8,9 @@ from hvd_estimators.launch.rank.environment import (
     IDENTITY_VARIABLES,
     Master,
     assign_ranks,
-    child_environment,
     rank_environment,
     torchrun_environment,
 )
-
-
-def numbers(slot):
-    return slot.rank, slot.local_rank, slot.cross_rank
-
-
-def test_tasks_on_one_host_are_ranked_in_order():
-    slots = assign_ranks(["a", "a", "a"])
-
-    assert [numbers(slot) for slot in slots] == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
-    assert {(slot.size, slot.local_size, slot.cross_size) for slot in slots} == {(3, 3, 1)}
 
 
 def test_ranks_of_a_host_are_contiguous_for_any_task_order():
@@ -35,16 +23,6 @@ def test_ranks_of_a_host_are_contiguous_for_any_task_order():
     # Across hosts: ranks with the same local rank; only "b" has a third.
     assert [slot.cross_rank for slot in slots] == [0, 1, 0, 1, 0]
     assert [slot.cross_size for slot in slots] == [2, 2, 2, 2, 1]
-
-
-def test_ranks_of_an_executor_are_contiguous_on_its_host():
-    hosts = ["a", "a", "b", "a", "a", "b"]
-    # Executors on different hosts may have the same identity.
-    slots = assign_ranks(hosts, ["1", "2", "1", "1", "2", "1"])
-
-    assert [slot.rank for slot in slots] == [0, 2, 4, 1, 3, 5]
-    assert [slot.local_rank for slot in slots] == [0, 2, 0, 1, 3, 1]
-    assert [slot.cross_rank for slot in slots] == [0, 0, 1, 0, 0, 1]
 
 
 @given(st.lists(st.sampled_from(["a1", "a2", "b1", "c1", "c2", "c3"]), min_size=1, max_size=12))
@@ -61,20 +39,6 @@ def test_ranks_of_executors_are_contiguous_for_any_task_order(tasks):
             assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
     for slot, task in zip(slots, tasks, strict=True):
         assert slot.hostname == task[0]
-
-
-@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_every_task_gets_one_rank_on_its_own_host(hosts):
-    slots = assign_ranks(hosts)
-
-    assert [slot.hostname for slot in slots] == hosts
-    assert sorted(slot.rank for slot in slots) == list(range(len(hosts)))
-    assert slots[0].rank == 0
-    for host in hosts:
-        ranks = [slot.rank for slot in slots if slot.hostname == host]
-        assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-        locals_ = [slot.local_rank for slot in slots if slot.hostname == host]
-        assert locals_ == list(range(hosts.count(host)))
 
 
 def test_the_environment_identifies_the_rank():
@@ -146,14 +110,3 @@ def test_a_rank_that_sees_only_its_own_gpu_has_local_rank_0():
 
     local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     assert [env[name] for name in local] == ["0", "1", "2", "3"]
-
-
-def test_later_environments_win_and_none_deletes():
-    env = child_environment(
-        {"a": "1", "b": "1", "c": "1"},
-        {"a": "2", "b": None},
-        None,
-        {"b": "3", "c": None, "d": None},
-    )
-
-    assert env == {"a": "2", "b": "3"}

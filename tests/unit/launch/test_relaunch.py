@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hvd_estimators import run, run_elastic
+from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import (
     DependencyError,
     JobCancelledError,
@@ -213,47 +212,6 @@ def test_without_a_limit_a_job_is_relaunched_while_it_makes_progress(
         with pytest.raises(WorkerFailedError, match="launches have made no progress; set reset"):
             run_elastic(print, num_proc=2)
     assert len(cluster.launches) == launches
-
-
-def test_each_relaunch_is_logged(launch_on: Any, caplog: pytest.LogCaptureFixture) -> None:
-    lost = WorkerFailedError("gone", host="far", cause="lost")
-    launch_on(FakeCluster((raised(), 2), lost))
-    with caplog.at_level(logging.WARNING):
-        run_elastic(print, num_proc=2, reset_limit=5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "Rank 0 raised ValueError. Launching 2 ranks again (relaunch 1 of at most 5; 2 commits so "
-        "far).",
-        "An executor, or a Python process of it, on far was lost. Launching 2 ranks again "
-        "(relaunch 2 of at most 5; 2 commits so far).",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"min_num_proc": 3}, "found min_num_proc=3, num_proc=2, max_num_proc=2"),
-        ({"max_num_proc": 1}, "found min_num_proc=2, num_proc=2, max_num_proc=1"),
-        ({"min_num_proc": 0}, "expected 1 <= min_num_proc"),
-        ({"reset_limit": -1}, "reset_limit: expected 0 or more, or None, found -1"),
-    ],
-)
-def test_invalid_numbers_are_rejected_before_launching(
-    launch_on: Any, wrong: Any, match: str
-) -> None:
-    cluster = launch_on(FakeCluster())
-    with pytest.raises(ParamError, match=match):
-        run_elastic(print, num_proc=2, **wrong)
-    assert not cluster.launches
-
-
-@pytest.mark.parametrize("launch", [run, run_elastic])
-def test_invalid_calls_are_rejected_before_launching(launch: Any) -> None:
-    with pytest.raises(ParamError, match="fn: expected a function, found 5"):
-        launch(5)
-    with pytest.raises(ParamError, match="args: expected a tuple or list of arguments, found 'xy'"):
-        launch(print, "xy")
-    with pytest.raises(ParamError, match="kwargs: expected a dict"):
-        launch(print, (), [1])
 
 
 def test_old_names_of_the_bounds_are_accepted_with_a_warning(launch_on: Any) -> None:

@@ -41,23 +41,6 @@ def test_a_stopped_rank_is_ended_with_its_children_and_named(tmp_path):
         wait_until(lambda pid=pid: ended(pid))
 
 
-def test_a_rank_continued_in_time_does_not_fail():
-    def work():
-        # Twice for a second and a half, which exceeds the limit only in total.
-        for _ in range(2):
-            subprocess.Popen(
-                [
-                    "sh",
-                    "-c",
-                    f"sleep 0.2; kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}",
-                ]
-            ).wait()
-            time.sleep(1)
-        return "done"
-
-    assert LocalBackend(1, env=SOON).run(work) == ["done"]
-
-
 def test_a_hanging_rank_is_named_if_the_user_set_a_limit():
     def work():
         import threading

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -231,11 +230,6 @@ def test_no_process_or_socket_remains_when_the_owner_is_killed(tmp_path: Path) -
     wait_until(lambda: not sockets(owner.pid))
 
 
-def test_an_idle_warm_process_ends() -> None:
-    assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
-    wait_until(lambda: not warm_processes() and not sockets())
-
-
 def test_a_warm_process_is_idle_from_the_end_of_its_last_rank_on() -> None:
     start = WarmStart([], [os.getpid()], idle_seconds=0.3)
     with rank(pickle_call(time.sleep, (60,), {}), start):
@@ -275,18 +269,6 @@ def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
         }
     present = {name: value or "inherited" for name, value in own.items()}
     assert warm_environment({**present, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.timeout(180)  # Lightning is imported twice
-def test_lightning_prints_only_on_rank_0_as_in_a_fresh_process() -> None:
-    def rank_that_prints() -> int:
-        from lightning_utilities.core.rank_zero import rank_zero_only
-
-        return int(rank_zero_only.rank)
-
-    start = WarmStart(["lightning.fabric.utilities.rank_zero"], [os.getpid()])
-    for rank in ("1", "0"):
-        assert value(rank_that_prints, start=start, RANK=rank) == int(rank)
 
 
 def test_variables_read_at_import_time_select_another_process(
@@ -332,40 +314,4 @@ def test_a_fresh_process_runs_if_forking_fails(
         command = value(name, start=start, PYTHONPATH=python_path(tmp_path))
     assert "--warm" not in command
     assert len(caplog.records) == 1
-    assert "starts in a fresh process" in caplog.text
-
-
-def test_an_abandoned_rank_never_starts(tmp_path: Path) -> None:
-    """A task that has waited too long starts a fresh process: the late fork must not run."""
-    import json
-
-    assert value(lambda: 1) == 1
-    (name,) = sockets()
-    mark = tmp_path / "ran"
-    spec = {"env": dict(os.environ), "cwd": "/", "directory": str(tmp_path)}
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(client.connected(name))
-        assert connection.recv(99) == b"hello"
-        files = [stack.enter_context(open(tmp_path / f"f{i}", "w+b")) for i in range(5)]
-        files[0].write(json.dumps(spec).encode())
-        files[1].write(pickle_call(mark.touch, (), {}))
-        for file in files:
-            file.seek(0)
-        socket.send_fds(connection, [b"fork"], [file.fileno() for file in files])
-        forked = int(connection.recv(99))
-    wait_until(lambda: ended(forked))
-    assert not mark.exists()
-
-
-def test_no_answer_becomes_the_number_of_every_process(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(WarmStart, "_connect", lambda *_: ours)
-    with theirs, open(os.devnull) as file:
-        theirs.send(client.HELLO)
-        theirs.send(b"0")
-        files = [file.fileno()] * 4
-        with caplog.at_level(logging.WARNING):
-            assert WarmStart([], [os.getpid()]).fork(sys.executable, {}, "", files) is None
     assert "starts in a fresh process" in caplog.text

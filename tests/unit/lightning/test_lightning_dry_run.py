@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
-    ModelCheckpoint,
-    RichProgressBar,
 )
 from torch.nn import functional
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.fitting.trial import Trial, try_batches
 from hvd_estimators.lightning.dry_run import check_loss, row_shapes, try_step
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
-from hvd_estimators.lightning.package import default_flavor
 from hvd_estimators.lightning.trainer_args import (
     check_callbacks,
-    check_trainer_args,
 )
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.shard_state import ShardStates
@@ -133,38 +127,6 @@ def test_callbacks_that_search_for_a_value_are_rejected(finder: Any, param: str)
         check_callbacks("callbacks", [finder()])
 
 
-def test_steps_for_a_fixed_batch_size_are_checked_with_that_size() -> None:
-    class Energy(Plain):
-        """Module that compares real rows with 8 generated ones, like a published energy model."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            real, made = self(torch.cat([batch["x"], torch.rand(8, 2)])).chunk(2)
-            return (real**2 + made**2).mean()
-
-    def dry_run(columns: Any) -> Trial:
-        x = torch.from_numpy(columns["x"])
-        return try_step(Energy(), len(x), parts_of({"x": x}))
-
-    columns = {"x": np.ones((3, 2), np.float32)}
-    assert try_batches(dry_run, columns, 8).takes_one_row is True
-    with pytest.raises(ShapeError, match=r"batch of x \(5, 2\).*dry_run=False leaves out"):
-        try_batches(dry_run, columns, 5)
-
-
-def test_modules_with_computed_weights_are_checked() -> None:
-    class Normalized(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.utils.weight_norm(self.linear)
-
-    module = Normalized()
-    module(torch.zeros(3, 2)).sum().backward()
-    try_step(module, 3, parts_of({"x": torch.zeros(3, 2)}))
-    assert row_shapes(module, [torch.zeros(3, 2)], TensorSpec(("x",), ())) == [(3,)]
-    with pytest.raises(ShapeError, match="training_step failed"):
-        try_step(module, 3, parts_of({"x": torch.zeros(3, 5)}))
-
-
 def test_modules_with_batch_normalization_cannot_train_on_one_row() -> None:
     class Normalizing(Plain):
         def __init__(self) -> None:
@@ -203,34 +165,6 @@ def _unpacked(batch: Any) -> Any:
     return x, y
 
 
-def test_callbacks_of_disabled_kinds_are_rejected() -> None:
-    flavor = default_flavor()
-    check_trainer_args({}, flavor, [RichProgressBar(), ModelCheckpoint()])
-    for name, callback in (
-        ("enable_progress_bar", RichProgressBar()),
-        ("enable_checkpointing", ModelCheckpoint()),
-    ):
-        for arguments, callbacks in (({}, [callback]), ({"callbacks": [callback]}, [])):
-            with pytest.raises(ParamError, match=f"{name}=False, and callbacks has a "):
-                check_trainer_args({name: False, **arguments}, flavor, callbacks)
-
-
-def test_missing_trainers_and_hooks_are_not_an_error() -> None:
-    class NeedsTrainer(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.trainer.max_epochs
-
-    class NeedsHook(Plain):
-        def setup(self, stage: str) -> None:
-            self.layer = torch.nn.Linear(2, 2)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch["x"])
-
-    for module in (NeedsTrainer(), NeedsHook()):
-        try_step(module, 3, parts_of({"x": torch.zeros(3, 2)}))
-
-
 def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     module = Plain()
     before = module.linear.weight.clone()
@@ -240,15 +174,6 @@ def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     assert row_shapes(module, [torch.zeros(3, 5)], TensorSpec(("x",), ())) is None
     assert torch.equal(module.linear.weight, before)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_unknown_and_fixed_arguments_are_rejected() -> None:
-    with pytest.raises(ParamError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
-        check_trainer_args({"max_epoch": 1}, default_flavor())
-    with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
-        check_trainer_args({"devices": 2}, default_flavor())
-    with pytest.raises(ParamError, match=r"overfit_batches repeats .* Fit on a few rows"):
-        check_trainer_args({"overfit_batches": 2}, default_flavor())
 
 
 class Batches:

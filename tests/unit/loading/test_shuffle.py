@@ -1,8 +1,6 @@
 """Batching and shuffling of one pass over the rows."""
 
-import itertools
 import threading
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool
-from hvd_estimators.loading.plan import BatchSizes
 from hvd_estimators.loading.shuffle import stream_batches
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
@@ -162,33 +159,6 @@ def test_adjacent_rows_are_separated(monkeypatch):
     np.testing.assert_array_equal(np.sort(delivered_rows), numbers)
 
 
-def test_old_rows_are_still_in_the_buffer_at_the_end(monkeypatch):
-    """Training remembers the end of a pass most, so the end must contain old rows, too."""
-    rows, buffer, run = 40_000, 4000, 200
-    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-    monkeypatch.setattr(shuffle, "CHUNK_BYTES", run * ROW_BYTES)
-
-    order = delivered(cut_batches(make_parts([400] * 100), [50] * 800, np.random.default_rng(0)))
-
-    # After all rows are read, a row read t rows earlier is still in the buffer with
-    # probability exp(-t / buffer).
-    age = rows - order[-buffer:]
-    for times in (0.5, 1, 2, 3):
-        share = (age > times * buffer).mean()
-        assert share == pytest.approx(np.exp(-times), abs=0.03), times
-    assert abs(np.corrcoef(order[-buffer:], np.arange(buffer))[0, 1]) < 5 / np.sqrt(buffer)
-
-
-@given(st.integers(1, 500), st.data())
-def test_positions_are_drawn_without_replacement(size, data):
-    count = data.draw(st.integers(0, size))
-
-    drawn = shuffle._draw(np.random.default_rng(0), size, count)
-
-    assert len(set(drawn.tolist())) == count
-    assert ((drawn >= 0) & (drawn < size)).all()
-
-
 def test_all_positions_are_drawn_equally_often():
     """The number of positions is not a multiple of the number drawn."""
     rng, size, count, times = np.random.default_rng(0), 23, 7, 20_000
@@ -275,38 +245,6 @@ def test_two_threads_never_get_the_same_memory(monkeypatch):
     assert not np.shares_memory(one, other)
 
 
-@given(PARTS, st.integers(1, 30), st.integers(1, 60), st.integers(1, 60))
-def test_planned_sizes_give_the_batches_of_their_list(lengths, batch_size, buffer, chunk):
-    """Chunks and buffers hold from a single row to more than all rows."""
-    sizes = BatchSizes([sum(lengths)], -(-sum(lengths) // batch_size), batch_size)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-        patch.setattr(shuffle, "CHUNK_BYTES", chunk * ROW_BYTES)
-        planned, listed = (
-            list(cut_batches(make_parts(lengths), given, np.random.default_rng(0)))
-            for given in (sizes, list(sizes))
-        )
-
-    assert [len(batch["number"]) for batch in planned] == list(sizes)
-    for one, other in zip(planned, listed, strict=True):
-        np.testing.assert_array_equal(one["number"], other["number"])
-
-
-def test_the_memory_of_a_pass_does_not_depend_on_its_steps():
-    sizes = BatchSizes([10**9 // 8], 10**9 // 8 // 32 + 1, 32)
-    parts = itertools.repeat({"x": np.zeros(2**12, np.uint8)})
-
-    tracemalloc.start()
-    try:
-        for rngs in ([None], [np.random.default_rng(0)]):
-            batches = stream_batches(parts, sizes, rngs, buffer_bytes=2**17)
-            assert sum(next(batches).sizes) == 2**16
-        assert tracemalloc.get_traced_memory()[1] < 2**23
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("lengths", [[10, 9], [10, 11]])
 def test_an_unplanned_number_of_rows_is_rejected(shuffle, lengths):
@@ -314,23 +252,6 @@ def test_an_unplanned_number_of_rows_is_rejected(shuffle, lengths):
 
     with pytest.raises(DataError, match=f"Expected 20 rows in a pass .* found {sum(lengths)}"):
         list(cut_batches(make_parts(lengths), [5] * 4, rng))
-
-
-def test_unshuffled_batches_are_read_run_by_run(monkeypatch):
-    monkeypatch.setattr(shuffle, "CHUNK_BYTES", 3 * ROW_BYTES)
-    taken = []
-
-    def parts():
-        for number, content in enumerate(make_parts([4, 4, 4])):
-            taken.append(number)
-            yield content
-
-    batches = cut_batches(parts(), [3, 3, 3, 3])
-
-    next(batches)
-    assert taken == [0]
-    next(batches)
-    assert taken == [0, 1]
 
 
 def test_columns_that_change_type_or_shape_are_rejected():

@@ -49,36 +49,12 @@ class Wider(Derived):
     batch_size = param("Rows of a wide batch.", default=64, convert=integer(8))
 
 
-def test_params_start_with_their_defaults():
-    params = Derived()
-
-    assert params.getEpochs() == 1
-    assert params.getModel() is None
-    assert params.getFeatureCols() is None
-    assert not params.isSet("epochs")
-
-
-def test_params_are_set_by_constructor_setters_and_name():
-    params = Derived(epochs=3).setBatchSize(8).setParams(feature_cols=["a"], model="net")
-
-    assert (params.getEpochs(), params.getBatchSize()) == (3, 8)
-    assert (params.getFeatureCols(), params.getModel()) == (["a"], "net")
-
-
 def test_none_means_the_default():
     params = Derived(epochs=3, batch_size=None)
     params.setEpochs(None)
 
     assert (params.getEpochs(), params.getBatchSize()) == (1, 32)
     assert not params.isSet("epochs")
-
-
-def test_instances_do_not_share_values():
-    first, second = Derived(epochs=3), Derived()
-
-    first.setBatchSize(8)
-
-    assert (second.getEpochs(), second.getBatchSize()) == (1, 32)
 
 
 def test_subclasses_can_redeclare_params():
@@ -162,26 +138,6 @@ def test_errors_about_unknown_names_suggest_a_similar_one(name, hint):
     assert str(raised.value) == f"Derived has no parameter '{name}'. {hint}".rstrip()
 
 
-def test_rejected_values_keep_the_current_value():
-    params = Derived(epochs=3)
-
-    with pytest.raises(ParamError):
-        params.setEpochs(0)
-
-    assert params.getEpochs() == 3
-
-
-def test_copies_are_independent_and_accept_extra_values():
-    original = Derived(epochs=3, feature_cols=["a"])
-
-    copied = original.copy({original.epochs: 5, "batch_size": 16})
-    copied.setFeatureCols(["b"])
-
-    assert (copied.getEpochs(), copied.getBatchSize(), copied.getFeatureCols()) == (5, 16, ["b"])
-    assert (original.getEpochs(), original.getFeatureCols()) == (3, ["a"])
-    assert copied.uid == original.uid
-
-
 def test_extra_values_of_a_copy_are_checked_and_none_means_the_default():
     original = Derived(epochs=3)
 
@@ -200,13 +156,6 @@ def test_extra_values_for_other_objects_are_ignored():
     assert (copied.getEpochs(), copied.getPoolSizes()) == (5, 4)
     assert copied.getBatchSize() == original.getBatchSize() != 7
     assert Base().copy({original.epochs: 5}).getBatchSize() == Base().getBatchSize()
-
-
-def test_explain_params_shows_documentation_default_and_value():
-    explained = Derived(epochs=3).explainParams()
-
-    assert "epochs: Epochs of the run. (default: 1, current: 3)" in explained
-    assert "batch_size: Rows of a batch. (default: 32)" in explained
 
 
 @pytest.mark.parametrize("cls", [Base, Derived, Wider])
@@ -232,11 +181,6 @@ def test_the_docstring_ends_with_a_section_of_all_params(cls):
     assert "\nmodel : object, default None\n    The model." in doc
     columns = "\nfeature_cols : str | Iterable[str], default None\n    Input columns.\n"
     assert (columns in doc) == (cls is Derived)
-
-
-def test_getters_and_setters_are_documented():
-    assert Base.getEpochs.__doc__ == "Return ``epochs``: Epochs of the run."
-    assert Base.setEpochs.__doc__ == "Set ``epochs``: Epochs of the run."
 
 
 @pytest.mark.parametrize(
@@ -272,59 +216,6 @@ def test_converters_normalize_values(convert, given, kept):
     assert type(converted) is type(kept)
 
 
-@pytest.mark.parametrize(
-    ("convert", "given", "expected"),
-    [
-        (integer(), True, "a whole number"),
-        (integer(), 1.5, "a whole number"),
-        (integer(), "3", "a whole number"),
-        (integer(), "three", "a whole number"),
-        (integer(), [3], "a whole number"),
-        (integer(), float("nan"), "a whole number"),
-        (integer(), float("inf"), "a whole number"),
-        (integer(1), 0, "1 or more"),
-        (number(), "a", "a number"),
-        (number(), [1], "a number"),
-        (number(0), -0.5, "0 or more"),
-        (boolean, 1, "True or False"),
-        (boolean, "yes", "True or False"),
-        (string, 1, "a string"),
-        (column_names, [1], "names of columns"),
-        (column_names, 1, "names of columns"),
-        (column_names, len, "names of columns"),
-        (column_names, {"a", "b"}, "a list of column names, whose order counts"),
-        (column_names, frozenset("a"), "a list of column names, whose order counts"),
-        (shapes, {(2,), (3,)}, "a list of shapes"),
-        (numbers, ["a"], "a number"),
-        (numbers, [[1]], "a number"),
-        (functions, [len, "max"], "callables"),
-        (functions, 1, "callables"),
-        (one_of("a", "b"), "c", "one of 'a', 'b'"),
-        (one_of("a", "b"), ["a"], "one of 'a', 'b'"),
-        (shapes, [-1, 3], "a list of shapes"),
-        (shapes, [[-1, "a"]], "a list of shapes"),
-        (shapes, [[-1, 0]], "a list of shapes"),
-        (shapes, [[2, -2]], "a list of shapes"),
-        (shapes, [[2, -1, -1]], "a list of shapes"),
-        (shapes, -1, "a list of shapes"),
-    ],
-)
-def test_converter_errors_name_param_expectation_and_value(convert, given, expected):
-    with pytest.raises(ParamError) as raised:
-        convert("the_param", given)
-
-    message = str(raised.value)
-    assert message.startswith(f"the_param: expected {expected}")
-    found = given[0] if isinstance(given, list) and convert in (column_names, numbers) else given
-    found = "max" if found == [len, "max"] else found
-    assert f"found {found!r}" in message
-
-
-def test_duplicate_columns_are_rejected():
-    with pytest.raises(ParamError, match="feature_cols: found 'a' more than once"):
-        Derived(feature_cols=["a", "b", "a"])
-
-
 class WithLists(Base):
     callbacks = param("Callbacks.", default=[])
     options = param("Options.", default={"a": [1]})
@@ -358,9 +249,3 @@ def test_numpy_scalars_become_python_scalars(scalar):
     assert type(params.getModel()) is type(plain)
     ((key, (entry, (inner,))),) = params.getOptions().items()
     assert {type(key), type(entry), type(inner)} == {type(plain)}
-
-
-def test_numpy_booleans_are_booleans_and_not_numbers():
-    assert WithLists(shuffle=np.bool_(False)).getShuffle() is False
-    with pytest.raises(ParamError, match="epochs: expected a whole number, found True"):
-        WithLists(epochs=np.bool_(True))

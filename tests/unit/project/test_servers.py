@@ -47,20 +47,6 @@ def _started_by(pid: int) -> list[int]:
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
-@pytest.mark.soak
-def test_s3_keeps_its_objects_while_stopped(s3: Any) -> None:
-    bucket = s3.new_bucket().removeprefix("s3://")
-    client = s3.client()
-    client.put_object(Bucket=bucket, Key="a/b", Body=b"content")
-    s3.stop()
-    with pytest.raises(EndpointConnectionError):
-        client.list_objects_v2(Bucket=bucket)
-    s3.start()
-    assert s3.objects(f"s3://{bucket}/a") == {"b": b"content"}
-    noted = [(r.method, r.path) for r in s3.requests() if bucket in r.path]
-    assert noted[:2] == [("PUT", f"/{bucket}"), ("PUT", f"/{bucket}/a/b")]
-
-
 def test_the_proxy_injects_faults(s3: Any) -> None:
     import boto3
     from botocore.config import Config
@@ -100,16 +86,3 @@ def test_the_proxy_injects_faults(s3: Any) -> None:
             client.list_objects_v2(Bucket=bucket)
         proxy.start()
         assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 2
-
-
-@pytest.mark.soak
-def test_hdfs_recovers_from_a_killed_datanode(hdfs: Any) -> None:
-    from hdfs_native.fsspec import HdfsFileSystem
-
-    fs = HdfsFileSystem(hdfs.host, hdfs.port)
-    with fs.open("/tests/file", "wb") as file:
-        file.write(b"content")
-    hdfs.kill_datanode()
-    hdfs.start_datanode()
-    assert fs.cat_file("/tests/file") == b"content"
-    fs.rm("/tests/file")

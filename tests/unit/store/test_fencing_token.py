@@ -13,12 +13,9 @@ from saved_checkpoints import epochs_in, file_names, model_of, restored, state_o
 
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.fitting.restarts import Launch
 from hvd_estimators.fitting.run import Run
-from hvd_estimators.loading.plan import ShardPlan
 from hvd_estimators.store import FilesystemStore
 from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, newest_lease
-from hvd_estimators.training.call_transfer import StoredCall
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
 
@@ -144,34 +141,3 @@ def test_heartbeats_keep_the_generation_and_respect_other_leases(store: Any) -> 
     generation, claim = newest_lease(store, run_path)
     assert claim is not None
     assert (generation, claim.token) == (3, "another")
-
-
-def test_each_launch_has_a_number(store: Any) -> None:
-    class Backend:
-        def num_processes(self) -> int:
-            return 2
-
-        def run(self, fn: Any, args: tuple[StoredCall], **_: Any) -> list[Any]:
-            return [args[0].fence]
-
-    class Data:
-        num_ranks = 2
-        train_plan = ShardPlan(((), ()))
-
-    class Spec:
-        data = Data()
-
-    class CallTransfer:
-        def put(self, train: Any) -> StoredCall:
-            return StoredCall(store, "", "", "")
-
-    backend: Any = Backend()
-    with Run(store, store.run_paths("mine")) as held:
-        given: Any = (CallTransfer(), None, None, Spec())
-        launch = Launch(held, *given)
-        fences = [launch(backend, {}, lambda event: None)[0] for _ in range(3)]
-        assert [fence.generation for fence in fences] == [1, 2, 3]
-        for fence in fences[:2]:
-            with pytest.raises(StoreError, match="launched again"):
-                fence.check(store)
-        fences[2].check(store)

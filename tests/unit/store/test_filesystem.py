@@ -177,14 +177,6 @@ def test_unusable_filesystems_are_reported_at_construction(monkeypatch):
         FilesystemStore("oss://bucket/a")
 
 
-@pytest.mark.parametrize(
-    "path", ["zip://a::s3://bucket/a.zip", "simplecache::s3://bucket/a", "https://host/a"]
-)
-def test_private_and_read_only_filesystems_are_rejected(path):
-    with pytest.raises(ParamError, match=r"no store for the scheme .*all executors and Spark"):
-        Store.create(path)
-
-
 def test_s3_and_s3a_name_the_same_store():
     options = {"key": "AKIAEXAMPLE", "secret": "s3cr3t!"}
     store = Store.create("s3://bucket/data/", storage_options=options)
@@ -204,25 +196,6 @@ def test_s3_and_s3a_name_the_same_store():
     assert store.secrets == set(options.values())
     assert store.without_options().storage_options == {}
     assert not store.save_storage_options
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "s3://AKIAEXAMPLE:s3cr3t!@bucket/a",
-        "s3://AKIAEXAMPLE:s3/cr3t!@bucket/a",
-        "abfss://container@account.dfs.core.windows.net/a?sv=1&sig=s3cr3t!",
-        "hdfs://me:s3cr3t!@namenode:8020/a",
-        "nothing://AKIAEXAMPLE:s3cr3t!@bucket/a",
-    ],
-)
-def test_credentials_in_paths_are_rejected_and_not_repeated(path):
-    with pytest.raises(ParamError) as raised:
-        Store.create(path)
-    assert "cr3t!" not in str(raised.value)
-    if not path.startswith("nothing"):
-        assert "prefix_path:" in str(raised.value)
-        assert "storage_options" in str(raised.value)
 
 
 def test_the_prefix_is_optional_with_explicit_paths():

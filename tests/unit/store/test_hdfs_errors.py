@@ -306,19 +306,3 @@ def test_a_write_that_fails_leaves_the_old_file_only(names, no_waiting, what):
     with pytest.raises(StoreError, match=r"writing 'hdfs://nn/s/file'.*quota = 314572800 B"):
         store.write_text("hdfs://nn/s/file", "new")
     assert names.files == {"/s/file": b"old"}
-
-
-def test_new_files_are_written_once_in_spite_of_lost_answers(names, no_waiting):
-    store = HDFSStore("hdfs://nn/s")
-    names.errors["mv"] = [LOST]
-    names.renamed_anyway = True
-    assert store.write_new("hdfs://nn/s/lease", "mine")
-    assert not store.write_new("hdfs://nn/s/lease", "other")
-    names.errors["open"] = [LOST]
-    assert not store.write_new("hdfs://nn/s/lease", "other")
-    assert names.files == {"/s/lease": b"mine"}
-    names.errors["open"] = [native("org.apache.hadoop.security.AccessControlException", DENIED)]
-    with pytest.raises(
-        StoreError, match=r"writing 'hdfs://nn/s/new': access is denied.*user=stranger"
-    ):
-        store.write_new("hdfs://nn/s/new", "mine")

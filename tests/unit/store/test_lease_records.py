@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -231,15 +230,6 @@ def test_corrupted_claims_have_no_owner_but_an_age(store, path, text):
     assert is_abandoned(store, path, UNREADABLE)
 
 
-def test_claims_survive_a_round_trip(store, path):
-    claim = LeaseRecord(this_process(), leases._utc(), leases._utc(), "tökn", True)
-    store.write_text(path, claim.to_json())
-    assert read_lease_record(store, path) == claim
-    # The minimal content of an owner's file.
-    bare = {"machine": "m", "pid": 1, "started": "2"}
-    assert LeaseRecord.from_json(json.dumps(bare)).owner == ProcessIdentity("m", 1, "2")
-
-
 def test_processes_are_dead_only_if_that_is_certain():
     own = this_process()
     assert own.machine
@@ -258,25 +248,3 @@ def test_processes_are_dead_only_if_that_is_certain():
     assert is_dead(other)  # a zombie, before wait()
     child.wait()
     assert is_dead(other)
-
-
-def test_exit_handlers_may_start_threads():
-    """Storage clients start threads to look up hosts, which `atexit` handlers cannot do."""
-    program = """
-        from concurrent.futures import ThreadPoolExecutor
-        from hvd_estimators.store.retries import at_exit
-
-        def end():
-            if not done:
-                done.append(ThreadPoolExecutor().submit(print, "done").result())
-
-        done = []
-        at_exit(end)
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert (ran.stdout, ran.stderr) == ("done\n", "")

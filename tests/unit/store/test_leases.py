@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store import DBFSLocalStore, FilesystemStore, LocalStore, leases
+from hvd_estimators.store import FilesystemStore, LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
     Lease,
@@ -179,61 +178,6 @@ def test_corrupted_leases_are_judged_by_their_age(store: Any) -> None:
     os.utime(path, (1, 1))
     with Lease(store, run):
         assert json.loads(Path(path_of(store, 2)).read_text())["pid"] == os.getpid()
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_only_one_of_several_concurrent_fits_gets_the_lease(
-    tmp_path: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
-    run, number = store.run_paths("mine"), 8
-    looked, got = threading.Barrier(number), []
-    everybody_tried, refused = threading.Barrier(number), []
-    require_free = Lease.require_free
-    first_look = threading.local()
-
-    def look(lease: Lease) -> int:
-        generation = require_free(lease)
-        if not hasattr(first_look, "is_over"):
-            first_look.is_over = True
-            looked.wait(60)  # the worst case: all of them read before any of them writes
-        return generation
-
-    monkeypatch.setattr(Lease, "require_free", look)
-
-    def take() -> None:
-        try:
-            with Lease(store, run):
-                got.append(threading.get_ident())
-                everybody_tried.wait(60)
-        except ParamError as error:
-            refused.append(str(error))
-            everybody_tried.wait(60)
-
-    threads = [threading.Thread(target=take) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert (len(got), len(refused)) == (1, number - 1)
-    assert holder(store, run.run_path)[1] is None
-
-
-@pytest.mark.parametrize("kind", ["local", "DBFS", "memory"])
-def test_a_file_is_created_once(tmp_path: Path, kind: str) -> None:
-    stores: dict[str, Any] = {
-        "local": lambda: LocalStore(str(tmp_path)),
-        "DBFS": lambda: DBFSLocalStore("dbfs:/mine", mount=str(tmp_path)),
-        "memory": lambda: FilesystemStore(f"memory://{tmp_path}"),
-    }
-    store = stores[kind]()
-    path = f"{store.prefix_path}/new/file"
-    assert store.write_new(path, "größe")
-    assert not store.write_new(path, "other")
-    # The answer to an earlier request was lost.
-    assert store.write_new(path, "größe")
-    assert store.read(path).decode() == "größe"
-    assert store.names(f"{store.prefix_path}/new") == ["file"]
 
 
 def test_storage_that_replaces_files_causes_a_warning(

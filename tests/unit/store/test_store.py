@@ -1,7 +1,6 @@
 """Stores on a local path: prefixes, the layout below them, and atomic files."""
 
 import os
-import pickle
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import LocalStore, RunPaths, Store
 from hvd_estimators.store.files import Files, ListedFile
 
@@ -46,12 +45,6 @@ def test_relative_and_home_prefixes_become_absolute(monkeypatch, tmp_path):
 
     assert Store.create("experiments").prefix_path == str(tmp_path / "experiments")
     assert Store.create("~/experiments").prefix_path == "/home/somebody/experiments"
-
-
-@pytest.mark.parametrize("prefix", ["dbfs:/a", "nothing://a"])
-def test_create_rejects_prefixes_without_a_store(prefix):
-    with pytest.raises(ParamError, match=f"found '{prefix}'"):
-        Store.create(prefix)
 
 
 def test_create_passes_on_its_keyword_arguments():
@@ -108,12 +101,6 @@ def test_common_run_ids_are_accepted(run_id):
     assert LocalStore("/data").run_paths(run_id).run_path == f"/data/runs/{run_id}"
 
 
-@pytest.mark.parametrize("run_id", ["", "a/b", "../other", "a b", "a\n", "..", "."])
-def test_run_ids_that_leave_their_folder_are_rejected(run_id):
-    with pytest.raises(ParamError, match="run_id: expected letters"):
-        LocalStore("/data").run_paths(run_id)
-
-
 @pytest.mark.parametrize("name", ["plain", "with space", "a#b?c", "100%20", "[x]", "{y}*"])
 def test_files_can_be_written_and_read_under_any_prefix(tmp_path, name):
     store = Store.create(str(tmp_path / name))
@@ -159,30 +146,6 @@ def test_failed_writes_leave_no_file(store, error):
     assert list(target.parent.iterdir()) == []
 
 
-def test_failed_writes_keep_the_existing_file(store):
-    target = Path(store.prefix_path) / "model"
-    store.write_text(str(target), "old")
-
-    with pytest.raises(KeyboardInterrupt):
-        write_half(store, target, KeyboardInterrupt)
-
-    assert target.read_text() == "old"
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_writes_replace_existing_files(store):
-    path = f"{store.prefix_path}/model"
-    store.write_text(path, "a long old text")
-    store.write_text(path, "new")
-
-    assert store.read(path) == b"new"
-
-
-def test_errors_name_the_missing_file(store):
-    with pytest.raises(StoreError, match=r"holds no file '.*/absent'"):
-        store.read(f"{store.prefix_path}/absent")
-
-
 def test_check_creates_the_prefix_and_leaves_it_empty(store):
     store.check()
 
@@ -226,15 +189,6 @@ def test_delete_removes_files_and_folders_and_ignores_missing_ones(store):
     store.delete(path)
 
     assert not store.exists(path)
-
-
-def test_stores_can_be_pickled(store):
-    store.write_text(f"{store.prefix_path}/file", "text")
-
-    there = pickle.loads(pickle.dumps(store))
-
-    assert there.run_paths("r1") == store.run_paths("r1")
-    assert there.read(f"{store.prefix_path}/file") == b"text"
 
 
 def test_local_folders_are_listed_as_fsspec_lists_them(store, tmp_path):

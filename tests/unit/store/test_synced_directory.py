@@ -1,8 +1,6 @@
 """Local directories that are synchronized with a store."""
 
-import contextlib
 import os
-import queue
 import shutil
 import threading
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from hvd_estimators.store import FilesystemStore, LocalStore, synced_directory
+from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.synced_directory import SyncedDirectory
 
 
@@ -83,25 +81,6 @@ def test_files_are_uploaded_at_each_sync_and_at_the_end(store):
     assert not folder.exists()
 
 
-def test_unchanged_files_are_not_uploaded_again(store, monkeypatch):
-    sent = []
-    real = FilesystemStore.open_atomic
-    monkeypatch.setattr(
-        FilesystemStore, "open_atomic", lambda s, path: sent.append(path) or real(s, path)
-    )
-    with SyncedDirectory(store, logs(store)) as directory:
-        for name in "ab":
-            Path(directory.path, name).write_text(name)
-        directory.sync()
-        uploaded(directory)
-        assert len(sent) == 2
-        # The same length, at another time.
-        Path(directory.path, "b").write_text("B")
-        os.utime(Path(directory.path, "b"), ns=(1, 1))
-    assert sent[2:] == [f"{logs(store)}/b"]
-    assert contents(store) == {"a": b"a", "b": b"B"}
-
-
 def test_resumed_runs_have_the_earlier_files(store):
     with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "metrics.csv").write_text("1\n")
@@ -115,17 +94,6 @@ def test_resumed_runs_have_the_earlier_files(store):
         assert os.listdir(other.path) == []
         Path(other.path, "profile-1").write_text("")
     assert contents(store) == {"metrics.csv": b"1\n2\n", "profile-1": b""}
-
-
-def test_logs_survive_an_error_in_training(store):
-    def fail(directory):
-        Path(directory.path, "events").write_text("one")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), SyncedDirectory(store, logs(store)) as directory:
-        fail(directory)
-    assert contents(store) == {"events": b"one"}
-    assert not Path(directory.path).exists()
 
 
 def test_a_temporarily_unavailable_store_costs_a_warning(store, monkeypatch, caplog):
@@ -164,28 +132,6 @@ def test_uploads_run_one_at_a_time_without_blocking_training(store, monkeypatch)
         assert not first.done()
         go_on.set()
     assert contents(store) == {"events": b"one", "later": b"two"}
-
-
-def test_files_are_uploaded_during_long_epochs(store, monkeypatch):
-    monkeypatch.setattr(synced_directory, "SYNC_SECONDS", 0.01)
-    sent = queue.Queue()
-    real = FilesystemStore.open_atomic
-
-    @contextlib.contextmanager
-    def told(self, path):
-        with real(self, path) as file:
-            yield file
-        sent.put(path)
-
-    monkeypatch.setattr(FilesystemStore, "open_atomic", told)
-    with SyncedDirectory(store, logs(store)) as directory:
-        with open(Path(directory.path, "events"), "ab") as file:
-            for part in (b"one", b", two"):
-                file.write(part)
-                file.flush()
-                while sent.get(timeout=10) and not contents(store)["events"].endswith(part):
-                    pass
-        assert contents(store) == {"events": b"one, two"}
 
 
 def test_files_that_cannot_be_uploaded_stay_in_the_named_folder(store, monkeypatch, caplog):

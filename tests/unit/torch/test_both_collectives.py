@@ -239,21 +239,6 @@ def test_warnings_name_the_slow_rank_and_the_pending_collective(kind: str) -> No
     assert (raised.value.rank, raised.value.cause) == (2, "stalled")
 
 
-def test_a_slow_rank_is_not_a_failed_rank() -> None:
-    """Neither the time to connect nor the time to warn limits how long a rank may take."""
-    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    assert LocalBackend(RANKS, env=env).run(hold_up, ("torch", 4.0)) == [None] * RANKS
-
-
-def listening_addresses() -> set[str]:
-    with session("torch"):
-        return {
-            place.laddr.ip
-            for place in psutil.Process().net_connections(kind="inet")
-            if place.status == psutil.CONN_LISTEN
-        }
-
-
 @pytest.mark.parametrize("has_nccl", [False, True])
 def test_ranks_wait_for_others_to_connect_for_a_limited_time(has_nccl: bool) -> None:
     def meet() -> None:
@@ -268,10 +253,6 @@ def test_ranks_wait_for_others_to_connect_for_a_limited_time(has_nccl: bool) -> 
     message = r"Rank 0 of 2 has not connected to all others in 2 s \(HOROVOD_GLOO_TIMEOUT_SECONDS\)"
     with pytest.raises(WorkerFailedError, match=message):
         LocalBackend(2, env=env).run(meet)
-
-
-def test_gloo_listens_only_on_the_ranks_address() -> None:
-    assert LocalBackend(2).run(listening_addresses) == [{"127.0.0.1"}] * 2
 
 
 def test_ranks_connect_under_other_launchers_such_as_torchrun() -> None:

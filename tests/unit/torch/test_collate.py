@@ -16,8 +16,8 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import GivenRows, RowTable
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading.collate import BoundedCollate, CollatedBatch
-from hvd_estimators.loading.collate_fn import CollateFunction, Padding, map_leaves, split_batch
-from hvd_estimators.torch.tensors import TensorSpec, leaves, tensor_batches, with_tensors
+from hvd_estimators.loading.collate_fn import CollateFunction, Padding, split_batch
+from hvd_estimators.torch.tensors import TensorSpec
 
 TABLE = pa.table(
     {
@@ -134,21 +134,6 @@ def test_tensors_keep_the_types_of_the_function_unless_they_are_named() -> None:
     assert padding.batch(CollatedBatch(0)).rows == 0
 
 
-def test_leaves_are_replaced_in_place() -> None:
-    value = {"a": np.arange(3), "b": (np.ones(2), ["text", torch.zeros(1, dtype=torch.bfloat16)])}
-    batch = CollatedBatch(3, value, np.ones(3))
-    found = leaves(batch)
-    assert [tuple(leaf.shape) for leaf in found] == [(3,), (2,), (1,), (3,)]
-    made = with_tensors(batch, [leaf + 1 for leaf in found])
-    assert made.value["a"].tolist() == [1, 2, 3]
-    assert made.value["b"][1][0] == "text"
-    assert made.value["b"][1][1].dtype == torch.bfloat16
-    assert made.weights.tolist() == [2.0] * 3
-    (same,) = tensor_batches([batch])
-    assert torch.equal(same.value["a"], torch.arange(3))
-    assert map_leaves(len, Pair([np.ones(2)], {"x": np.ones(3)})) == Pair([2], {"x": 3})
-
-
 def test_rows_of_a_predictor_have_the_types_of_training() -> None:
     given = [{"x": [1, 2.5], "t": "a", "n": [[1], []]}, {"x": np.array([3]), "t": None, "n": []}]
     rows = GivenRows(given, {"x": "float32", "n": "int64"})
@@ -166,29 +151,6 @@ def test_gradients_and_views_do_not_leave_the_function() -> None:
     made = collate(RowTable(TABLE.select(["x"])))
     assert isinstance(made.value, np.ndarray)
     assert made.value.shape == (3, 2)
-
-
-def test_batches_are_copied_to_a_gpu_with_all_their_tensors(monkeypatch: Any) -> None:
-    """The copies are made by a function that stands for a GPU's."""
-    copied: list[int] = []
-
-    def start(tensors: Any) -> Any:
-        copied.append(len(tensors))
-        return lambda: [tensor + 100 for tensor in tensors]
-
-    monkeypatch.setattr("hvd_estimators.torch.tensors.cuda_copies", lambda device: start)
-    batches = [
-        CollatedBatch(2, {"x": np.arange(2), "text": ["a", "b"]}, np.zeros(2)),
-        CollatedBatch(0),
-        CollatedBatch(1, (torch.ones(1), np.ones(1))),
-    ]
-    first, empty, last = tensor_batches(iter(batches), "cuda", 3)
-    assert first.value["x"].tolist() == [100, 101]
-    assert first.value["text"] == ["a", "b"]
-    assert first.weights.tolist() == [100, 100]
-    assert empty.rows == 0
-    assert [tensor.tolist() for tensor in last.value] == [[101], [101]]
-    assert copied == [2, 0, 2]
 
 
 @given(
@@ -237,12 +199,3 @@ def fewest_parts(sizes: list[int], limit: int) -> int:
 def test_sizes_that_are_no_numbers(size_fn: Any, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         BoundedCollate(Padding(None, {"ids": 0}), size_fn, 4.0)(RowTable(TABLE.select(["ids"])))
-
-
-def test_tensors_replace_the_leaves_of_parts() -> None:
-    parts = tuple(CollatedBatch(n, {"x": np.full(n, float(n))}, np.ones(n)) for n in (1, 2))
-    batch = CollatedBatch(3, parts=parts)
-    assert [len(leaf) for leaf in leaves(batch)] == [1, 1, 2, 2]
-    (made,) = tensor_batches([batch])
-    assert [part.value["x"].tolist() for part in made.parts] == [[1.0], [2.0, 2.0]]
-    assert made.sizes == (3,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,37 +97,6 @@ def test_embeddings_that_depend_on_the_batch_are_reported_for_several_ranks(
     start(1, torch.nn.EmbeddingBag(2, 1, max_norm=1.5))
     with pytest.raises(ParamError, match=r"an EmbeddingBag with max_norm=1.5.*weight, 2, 0, 1.5"):
         start(2, torch.nn.EmbeddingBag(2, 1, max_norm=1.5))
-
-
-def test_both_libraries_train_to_identical_weights(store: Any) -> None:
-    torch.manual_seed(1)
-    net = torch.nn.Linear(1, 1)
-    weights = []
-    for library, name in (("horovod", "Horovod"), ("torch", "torch.distributed")):
-        model = fit(store, model=net, collectives=library, shuffle=False)
-        assert recorded[:] == [name]
-        weights.append(model.getModel().weight)
-        fit(store, LightningEstimator, collectives=library)
-        assert set(recorded) == {name}
-    assert torch.equal(*weights)
-
-
-def test_auto_prefers_horovod_over_torch_and_logs_the_choice(
-    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lines() -> list[str]:
-        return [r.message for r in caplog.records if r.message.startswith("collectives:")]
-
-    with caplog.at_level(logging.INFO, "hvd_estimators"):
-        fit(store)
-        assert recorded == ["Horovod"]
-        assert lines() == ["collectives: the ranks use Horovod (it is built for this torch)."]
-        caplog.clear()
-        monkeypatch.setitem(sys.modules, "horovod.torch", None)
-        fit(store)
-        assert recorded == ["torch.distributed"]
-        (line,) = lines()
-        assert "the ranks use torch.distributed (this Python has no Horovod" in line
 
 
 def test_wrong_values_and_combinations_are_rejected_on_the_driver(

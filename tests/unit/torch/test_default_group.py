@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -262,23 +260,6 @@ def test_sessions_make_and_destroy_the_group_or_use_the_programs(kind: str, size
     assert found == [[("gloo", total), True] * 2] * size
 
 
-def fail_and_open_others(kind: str) -> list[Any]:
-    """Open a session that fails, and then one of each library."""
-    found: list[Any] = []
-    with contextlib.suppress(ZeroDivisionError), session(kind):
-        raise ZeroDivisionError
-    for other in ("torch", "horovod"):
-        with session(other):
-            found.append((dist.get_backend(), sum_over_ranks(1.0)))
-    return found
-
-
-@pytest.mark.parametrize("kind", LIBRARIES)
-def test_a_failed_session_leaves_nothing_to_the_next(kind: str) -> None:
-    found = LocalBackend(2).run(fail_and_open_others, (kind,))
-    assert found == [[("gloo", 2.0), ("horovod", 2.0)]] * 2
-
-
 def use_unsupported(what: str) -> None:
     with session("horovod"):
         if what == "send":
@@ -295,23 +276,6 @@ def test_what_horovod_lacks_is_an_error_that_names_the_other_library(what: str) 
     message = r"Horovod has no .* Set collectives='torch'"
     with pytest.raises(WorkerFailedError, match=message):
         LocalBackend(2).run(use_unsupported, (what,))
-
-
-def reduce_until_killed(kind: str, folder: str) -> None:
-    with session(kind):
-        for step in range(1000):
-            if dist.get_rank() == 1 and step == 3:
-                Path(folder, "killed at").write_text(repr(time.time()))
-                os.kill(os.getpid(), 9)
-            dist.all_reduce(torch.ones(100_000))
-
-
-@pytest.mark.parametrize("kind", LIBRARIES)
-def test_a_rank_killed_in_an_operation_ends_the_others(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match=r"Rank 1 on .* was killed") as raised:
-        LocalBackend(2).run(reduce_until_killed, (kind, str(tmp_path)))
-    assert (raised.value.rank, raised.value.cause) == (1, "killed")
-    assert (tmp_path / "killed at").exists()
 
 
 def normalizing_network(kind: str, momentum: float | None, dtype: torch.dtype) -> torch.nn.Module:
@@ -361,15 +325,3 @@ def test_synchronized_batch_normalization_on_cpus_equals_one_process(
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=2e-5, atol=2e-6)
-
-
-def fail_in_session(collectives: str) -> bool:
-    with contextlib.suppress(ZeroDivisionError), session(collectives):
-        raise ZeroDivisionError if dist.is_initialized() else AssertionError
-    return bool(dist.is_initialized())
-
-
-@pytest.mark.parametrize("collectives", ["torch", "horovod"])
-def test_a_failed_session_of_one_rank_leaves_no_group(collectives: str) -> None:
-    """Otherwise, layers of a later program in this process would synchronize."""
-    assert LocalBackend(1).run(fail_in_session, (collectives,)) == [False]

@@ -160,15 +160,6 @@ def test_the_precision_of_training_applies() -> None:
     assert values["loss"] != pytest.approx(exact["loss"], rel=1e-6)
 
 
-def test_params_that_are_not_known_are_named() -> None:
-    with pytest.raises(ParamError, match=r"metrics is not set: .*not fitted.*Set metrics"):
-        make_model(metrics=None)._make_evaluator()
-    with pytest.raises(ParamError, match=r"loss is not set: .*train_minibatch_fn.*Set loss"):
-        make_model(loss=None)._make_evaluator()
-    with pytest.raises(ParamError, match=r"cannot be weighted by sample_weight_col"):
-        make_model(loss=lambda output, label: output, sample_weight_col="w")._make_evaluator()
-
-
 @pytest.mark.parametrize(
     ("kind", "shape", "classes"),
     [

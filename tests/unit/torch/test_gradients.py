@@ -93,20 +93,6 @@ def test_gradients_are_averaged_once_at_the_end_of_the_last_pass(
         assert not follows.pending
 
 
-def test_passes_outside_a_block_average_the_accumulated_gradient(
-    collective: Collective, averager: Any
-) -> None:
-    net, optimizer = net_and_optimizer()
-    averager(net, [optimizer])
-    backward(net)
-    assert net.weight.grad == 10.0
-    backward(net)
-    # On two real ranks, (10 + 1) would be the mean of both gradients.
-    assert net.weight.grad == 110.0
-    optimizer.step()
-    assert collective.sent == 2
-
-
 def test_ranks_without_a_pass_or_gradient_still_take_part(
     collective: Collective, averager: Any
 ) -> None:
@@ -152,29 +138,6 @@ def test_the_order_of_buckets_does_not_depend_on_the_backward_pass(
         assert collective.names == order
     # In the usual order, buckets are sent during the pass; otherwise they wait for the first.
     assert sent_within == [2, 0, 0]
-
-
-@pytest.mark.parametrize("is_layer", [True, False])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_gradients_of_sparse_layers_stay_sparse(
-    collective: Collective, averager: Any, is_layer: bool, is_tied: bool
-) -> None:
-    net = torch.nn.Embedding(3, 2, sparse=is_layer)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    averager(net, [optimizer])
-    expected = torch.tensor([[0.0, 0.0], [40.0, 40.0], [0.0, 0.0]]) + 10.0 * is_tied
-    names = []
-    for _ in range(2):
-        collective.names.clear()
-        optimizer.zero_grad()
-        ids = torch.tensor([1, 1, 1, 1])
-        rows = torch.nn.functional.embedding(ids, net.weight, sparse=True)
-        (rows.sum() + (net.weight.sum() if is_tied else 0.0)).backward()
-        assert net.weight.grad is not None
-        assert net.weight.grad.is_sparse is (is_layer and not is_tied)
-        assert torch.equal(net.weight.grad.to_dense(), expected)
-        names.append(len(collective.names))
-    assert names == [1, 1]
 
 
 def test_a_backward_pass_within_another_one_is_rejected(
@@ -229,90 +192,6 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def test_later_trainable_parameters_are_averaged(collective: Collective, averager: Any) -> None:
-    first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
-    net = torch.nn.Sequential(first, second, frozen)
-    for layer in net:
-        torch.nn.init.ones_(layer.weight)
-    optimizer = torch.optim.SGD([first.weight, frozen.weight], lr=0.0)
-    follows = averager(net, [optimizer])
-    with follows.averaging():
-        backward(net)
-    assert (first.weight.grad, second.weight.grad, frozen.weight.grad) == (10.0, 1.0, None)
-    optimizer.step()
-    assert follows.without_optimizer() == ["1.weight"]
-
-    net.zero_grad()
-    frozen.requires_grad_(True)
-    optimizer.add_param_group({"params": [second.weight]})
-    # Added within the block, so unknown at its start: averaged before the step.
-    with follows.averaging():
-        third = torch.nn.Parameter(torch.ones(1, 1))
-        optimizer.add_param_group({"params": [third]})
-        (net(torch.ones(1, 1)) * third).sum().backward()
-        assert (second.weight.grad, frozen.weight.grad, third.grad) == (10.0, 10.0, 1.0)
-        optimizer.step()
-    assert third.grad == 10.0
-    assert follows.without_optimizer() == []
-
-
-def test_optimizers_created_later_are_followed(collective: Collective, averager: Any) -> None:
-    net, optimizer = net_and_optimizer()
-    head = torch.nn.Linear(1, 1, bias=False)
-    loss = torch.nn.Linear(1, 1, bias=False)
-    whole = torch.nn.Sequential(net, head)
-    follows = averager(whole, [optimizer], losses=[loss, len])
-    backward(torch.nn.Sequential(whole, loss))
-    assert (net.weight.grad is None, head.weight.grad is None) == (False, False)
-    assert follows.without_optimizer() == ["1.weight", "loss_0.weight"]
-    others = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in (head, loss)]
-    for layer, other in zip((head, loss), others, strict=True):
-        given = layer.weight.grad.clone()
-        other.step()
-        assert torch.equal(layer.weight.grad, given * 10)
-    assert follows.without_optimizer() == []
-    # An optimizer of unrelated parameters is left alone.
-    stranger = torch.nn.Parameter(torch.ones(1))
-    stranger.grad = torch.ones(1)
-    sent = collective.sent
-    torch.optim.SGD([stranger], lr=0.0).step()
-    assert (collective.sent, stranger.grad) == (sent, 1.0)
-
-
-def test_every_parameter_is_averaged_for_custom_steps(
-    collective: Collective, averager: Any
-) -> None:
-    net, optimizer = net_and_optimizer()
-    head = torch.nn.Linear(1, 1, bias=False)
-    averager(torch.nn.Sequential(net, head), [optimizer], every_parameter=True)
-    backward(torch.nn.Sequential(net, head))
-    given = net(torch.ones(1, 1)).detach()
-    assert torch.equal(head.weight.grad, given * 10)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
-def test_closures_average_gradients_and_the_loss(
-    collective: Collective, averager: Any, kind: Any
-) -> None:
-    net = torch.nn.Linear(1, 1)
-    optimizer = kind(net.parameters(), lr=0.0)
-    averager(net, [optimizer], loss_in_step=lambda loss: loss * 0.5)
-    seen: list[Any] = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        backward(net)
-        seen.append(net.weight.grad.item())
-        return torch.tensor(3.0)
-
-    returned = optimizer.step(closure)
-    assert seen[0] == 10.0
-    # SGD only passes the loss on.
-    assert returned == (15.0 if kind is torch.optim.LBFGS else 3.0)
-    assert optimizer.step(closure=closure) == returned
-
-
 def of_rows(net: torch.nn.Module, value: float) -> torch.Tensor:
     """Return a mean, of which ``value`` is the gradient."""
     mean: torch.Tensor = net(torch.full((1, 1), value)).sum()
@@ -323,37 +202,6 @@ def stating(mean: float, weight: float | None) -> WeightedLoss:
     """Return a loss with a stated weight, or a mean over two rows."""
     value = torch.tensor(mean)
     return WeightedLoss(value, 2) if weight is None else WeightedLoss(value, weight, "stated")
-
-
-@pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("steps_early", [True, False])
-def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
-    collective: Collective, averager: Any, stated: bool, steps_early: bool
-) -> None:
-    collective.size = 1
-    net, optimizer = net_and_optimizer()
-    follows = averager(net, [optimizer])
-    for _ in range(2):
-        # The mean and the weight of the loss of each micro-batch, with two rows each.
-        for number, (mean, weight) in enumerate([(2.0, 3), (7.0, 4)]):
-            follows.weights.start(2, 4, 2, is_last=number == 1)
-            with follows.averaging(accumulate=number == 0):
-                (factor,) = follows.weights.of_call([stating(mean, weight if stated else None)])
-                (of_rows(net, mean) * factor / 2).backward()
-            if number == 0 and steps_early:
-                optimizer.step()
-                first = net.weight.grad.item()
-                optimizer.zero_grad()
-        found = net.weight.grad.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        if steps_early:
-            # Half, because the gradients are multiplied for a mean of two batches.
-            assert (first, found) == pytest.approx((2 / 2, 7 / 2))
-        elif stated:
-            assert found == pytest.approx((2 * 3 + 7 * 4) / 7)
-        else:
-            assert found == pytest.approx((2 + 7) / 2)
 
 
 def test_losses_with_several_weights_are_divided_apart_unless_they_accumulate(
@@ -398,23 +246,6 @@ def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averag
     assert net.weight.grad.item() == pytest.approx(3.0)
 
 
-def test_pending_gradients_are_listed_by_name(collective: Collective, averager: Any) -> None:
-    collective.size = 1
-    net, optimizer = net_and_optimizer()
-    follows = averager(net, [optimizer])
-    backward(net)
-    assert follows.unused_gradients().keys() == {"weight", "bias"}
-    follows.drop_used_gradients()
-    assert net.weight.grad is not None
-    optimizer.step()
-    assert not follows.unused_gradients()
-    follows.drop_used_gradients()
-    assert net.weight.grad is None
-    follows.restore_gradients({"weight": torch.full((1, 1), 4.0)})
-    assert follows.unused_gradients() == {"weight": torch.full((1, 1), 4.0)}
-    assert net.weight.grad == 4.0
-
-
 def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> None:
     net, optimizer = net_and_optimizer()
     follows = GradientAverager(net, [optimizer])
@@ -423,10 +254,3 @@ def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> Non
     backward(net)
     optimizer.step()
     assert (collective.sent, net.weight.grad) == (0, 1.0)
-
-
-def test_second_order_optimizers_are_rejected(collective: Collective, averager: Any) -> None:
-    net, optimizer = net_and_optimizer()
-    vars(optimizer)["is_second_order"] = True
-    with pytest.raises(ParamError, match="SGD differentiates gradients"):
-        averager(net, [optimizer])

@@ -1,7 +1,6 @@
 """Losses and metrics of an epoch, and weights of batches, in a job of one rank."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -61,24 +60,6 @@ def test_means_are_over_rows_not_batches():
     assert measures.reduced("test") == pytest.approx(expected)
 
 
-def test_sample_weights_apply_to_the_loss_but_not_to_metrics():
-    measures = MetricSums(Metrics([[mae]], ["y"]))
-    data = batches(np.random.default_rng(1))
-
-    for output, label, weights in data:
-        loss = ((output - label) ** 2 * weights).mean()
-        add(measures, (output, label), loss=loss)
-
-    difference = np.concatenate([output - label for output, label, _ in data])
-    weights = np.concatenate([weights for _, _, weights in data])
-    assert measures.reduced("weighted") == pytest.approx(
-        {
-            "loss": (difference**2 * weights).sum() / len(weights),
-            "mae": np.abs(difference).mean(),
-        }
-    )
-
-
 def test_a_single_metric_measures_every_label_and_longer_groups_pair_up():
     measures = MetricSums(Metrics([[mae], [mae, bias]], ["a", "b"]))
     zeros = np.zeros(2)
@@ -102,21 +83,6 @@ def test_a_single_metric_measures_every_label_and_longer_groups_pair_up():
     }
 
 
-def test_without_metrics_the_record_holds_only_the_loss():
-    measures = MetricSums(Metrics([], ["y"]))
-
-    add(measures, (np.zeros(1), np.zeros(1)), loss=0.25)
-
-    assert measures.as_record(measures.means()) == {"loss": 0.25, "all_metrics": []}
-
-
-def test_without_batches_means_are_nan():
-    means = MetricSums(Metrics([[mae]], ["y"])).reduced("empty")
-
-    assert list(means) == ["loss", "mae"]
-    assert all(math.isnan(value) for value in means.values())
-
-
 def test_sums_of_many_batches_do_not_lose_precision():
     measures = MetricSums(Metrics([], ["y"]))
 
@@ -127,22 +93,6 @@ def test_sums_of_many_batches_do_not_lose_precision():
     # In 32 bits, adding 3 to 2**24 adds 4.
     expected = (2**24 + 3 * 1024) / 1025
     assert measures.means()["loss"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_measuring_needs_no_graph_and_no_gradient():
-    seen = []
-
-    def metric(output, label):
-        seen.append(output.requires_grad)
-        return output.mean()
-
-    output = torch.ones(2, requires_grad=True)
-    measures = MetricSums(Metrics([[metric]], ["y"]))
-    measures.add(Evaluation((output**2).mean(), [output * 2], [torch.zeros(2)], rows=2))
-
-    assert seen == [False]
-    assert not measures._sums.requires_grad
-    assert output.grad is None
 
 
 class Batches(DataModule):
@@ -176,26 +126,6 @@ def factors(data, count, size=1, passes_per_step=1, sum_over_ranks=float):
             weights.start(rows_of(batch), rows, passes_per_step, ranks=size)
             steps[-1] += weights.of_call([WeightedLoss(torch.zeros(()), rows_of(batch))])
     return steps
-
-
-def test_batches_of_equal_weight_have_a_factor_of_one():
-    assert factors(Batches(columns([4, 4]), [8, 8]), 4, size=2) == [[1], [1], [1], [1]]
-    assert factors(Batches(columns([4, 3]), None), 2) == [[1], [1]]
-
-
-def test_ranks_with_fewer_rows_weigh_less():
-    """The factor is the rank's share of the step's rows times the number of ranks."""
-    (four,), (one,), (none,) = factors(Batches(columns([4, 1, 0]), [8, 4, 1]), 3, size=2)
-
-    assert (four, one, none) == (2 * 4 / 8, 2 * 1 / 4, 0)
-
-
-def test_accumulated_batches_are_weighted_by_rows():
-    ((first, second),) = factors(Batches(columns([4, 2]), [8, 4]), 2, size=2, passes_per_step=2)
-
-    # Two ranks with two passes each have 12 rows.
-    assert first == pytest.approx(4 * 4 / 12)
-    assert second == pytest.approx(4 * 2 / 12)
 
 
 def test_ranks_sum_their_rows_only_if_the_data_module_has_no_sizes():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.optimizer_step import StepRate, learning_rates, set_optimizer_mode
+from hvd_estimators.torch.optimizer_step import StepRate, learning_rates
 
 
 def make(*rates: float) -> torch.optim.Optimizer:
@@ -85,20 +85,6 @@ def test_a_rate_set_during_a_step_is_the_scaled_rate() -> None:
     assert step(optimizer) == [1.0]
 
 
-def test_groups_without_a_rate_are_left_alone() -> None:
-    class Plain(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        def step(self, closure: Any = None) -> None:
-            assert "lr" not in self.param_groups[0]
-
-    optimizer = Plain([torch.nn.Parameter(torch.zeros(1))])
-    StepRate(optimizer, 2)
-    optimizer.step()
-    assert "lr" not in optimizer.param_groups[0]
-
-
 def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -121,37 +107,6 @@ def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     rate.remove()
     optimizer.step()
     assert parameter.item() == pytest.approx(0.66)
-
-
-def test_nested_steps_are_scaled_once() -> None:
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = Own([parameter], lr=0.1)
-    StepRate(optimizer, 3)
-    parameter.grad = torch.ones(1)
-    optimizer.step()
-    assert -parameter.item() == pytest.approx(0.3)
-    assert rates(optimizer) == [0.1]
-
-
-def test_modes_change_only_on_optimizers_that_have_modes() -> None:
-    class Modes(torch.optim.SGD):
-        mode = "new"
-
-        def train(self) -> None:
-            self.mode = "train"
-
-        def eval(self) -> None:
-            self.mode = "eval"
-
-    optimizer = Modes([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    for training, mode in ((True, "train"), (False, "eval")):
-        set_optimizer_mode(optimizer, training)
-        assert optimizer.mode == mode
-    set_optimizer_mode(make(0.1), training=True)
 
 
 def test_an_optimizer_that_computes_its_rate_has_none_to_scale() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,21 +105,6 @@ def test_ranks_wait_for_keys_of_other_ranks(stores: list[RendezvousStore]) -> No
     assert 0.3 <= time.monotonic() - started < 5
 
 
-def test_concurrent_additions_and_exchanges_count_once(stores: list[RendezvousStore]) -> None:
-    def work(store: RendezvousStore) -> None:
-        for _ in range(20):
-            store.add("sum", 1)
-            store.append("letters", "x")
-
-    threads = [threading.Thread(target=work, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert stores[0].get("sum") == b"60"
-    assert stores[0].get("letters") == b"x" * 60
-
-
 def test_torch_uses_the_store_through_prefixes(stores: list[RendezvousStore]) -> None:
     """Torch's C++ code calls the Python methods, some under other names."""
     one, two = (dist.PrefixStore("group", store) for store in stores[:2])
@@ -138,28 +122,3 @@ def test_torch_uses_the_store_through_prefixes(stores: list[RendezvousStore]) ->
     assert two.num_keys() == before - 1
     with pytest.raises(dist.DistStoreError, match="timeout"):
         two.wait(["key"], timedelta(seconds=0.1))
-
-
-def test_keys_of_horovod_and_torch_are_separate(stores: list[RendezvousStore]) -> None:
-    import http.client
-
-    stores[0].set("0", b"torch's")
-    address, port = stores[0]._client._endpoint
-    headers = stores[0]._client._headers
-    for method in ("GET", "PUT", "DELETE"):
-        connection = http.client.HTTPConnection(address, port, timeout=10)
-        connection.request(method, "/keys/0", b"x", headers)
-        assert connection.getresponse().status == 400
-        connection.close()
-    assert stores[1].get("0") == b"torch's"
-
-
-def test_a_rank_without_the_token_is_rejected(stores: list[RendezvousStore]) -> None:
-    address, port = stores[0]._client._endpoint
-    stranger = RankClient(address, port, "guessed")
-    with pytest.raises(ConnectionError, match="status 401"):
-        stranger.request("set", b"x", key="k")
-    assert not stores[0].check(["k"])
-    with pytest.raises(ConnectionError, match="status 400"):
-        stores[0]._client.request("failed", host="h", why="w")
-    assert RankClient.from_environment({}) is None

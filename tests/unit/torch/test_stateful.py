@@ -81,14 +81,6 @@ def test_state_of_given_objects_and_their_attributes_is_restored(
     assert fresh.calls == 3
 
 
-def test_only_one_level_of_attributes_is_saved() -> None:
-    counter = Counter()
-    hidden = [Holder(inner=Holder(c=counter)), Holder(all=[[counter]]), lambda: counter]
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    net.all = {"a": [counter]}  # type: ignore[assignment]
-    assert not StatefulObjects({"it": hidden}, net).capture()
-
-
 def test_weights_that_only_a_declared_optimizer_refers_to_are_saved() -> None:
     def made(value: float) -> tuple[torch.Tensor, StatefulObjects]:
         weight = torch.nn.Parameter(torch.full((2,), value))

@@ -12,7 +12,7 @@ from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.dry_run import check_fit, output_shapes
-from hvd_estimators.torch.loss import check_reduced, check_weightable
+from hvd_estimators.torch.loss import check_reduced
 from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
@@ -41,84 +41,6 @@ def test_the_dry_run_returns_the_shape_of_one_row_per_output():
     assert fit(torch.nn.Linear(4, 7), loss=None) == [(7,)]
     assert fit(TwoOutputs(), None, TensorSpec(("x",), ("y", "wide"))) == [(), (2, 2)]
     assert output_shapes(TwoOutputs(), SPEC, [torch.zeros(5, 4)]) == [(), (2, 2)]
-
-
-def test_class_indices_fit_a_classification():
-    spec = TensorSpec(("x",), ("y",), dtypes={"y": "int64"})
-
-    assert fit(torch.nn.Linear(4, 3), F.cross_entropy, spec) == [(3,)]
-
-
-def test_sample_weights_go_through_the_loss():
-    spec = TensorSpec(("x",), ("y",), "w")
-
-    assert fit(torch.nn.Linear(4, 1), F.mse_loss, spec) == [(1,)]
-    with pytest.raises(ShapeError, match="The loss cannot take"):
-        fit(torch.nn.Linear(4, 1), lambda output, label: output.sum(), spec)
-
-
-@pytest.mark.parametrize(
-    ("module", "loss", "spec", "message"),
-    [
-        (
-            torch.nn.Linear(5, 1),
-            F.mse_loss,
-            SPEC,
-            r"cannot take the feature columns.*x \(3, 4\) float32.*feature_cols in the order",
-        ),
-        (
-            torch.nn.Linear(4, 1),
-            F.mse_loss,
-            TensorSpec(("x", "w"), ("y",)),
-            r"cannot take the feature columns.*x \(3, 4\) float32, w \(3,\) float32",
-        ),
-        (
-            torch.nn.Linear(4, 1),
-            F.mse_loss,
-            TensorSpec(("x",), ("y",), input_shapes=((-1, 5),)),
-            r"x \(3, 4\).*cannot be reshaped to input_shapes=\(\(-1, 5\),\)",
-        ),
-        (
-            torch.nn.Linear(4, 1),
-            F.mse_loss,
-            TensorSpec(("x",), ("y",), label_shapes=((-1, 2),)),
-            r"y \(3,\).*cannot be reshaped to .*label_shapes=\(\(-1, 2\),\)",
-        ),
-        (TwoOutputs(), F.mse_loss, SPEC, r"2 outputs, and there are 1 label columns: y"),
-        (
-            torch.nn.Linear(4, 1),
-            F.mse_loss,
-            TensorSpec(("x",), ("y", "wide")),
-            r"1 outputs, and there are 2 label columns: y, wide",
-        ),
-        (
-            torch.nn.Linear(4, 2),
-            F.mse_loss,
-            SPEC,
-            r"loss cannot take outputs and labels \(y: output \(3, 2\), label \(3,\)\)(?!.*Labels)",
-        ),
-        (
-            torch.nn.Linear(4, 1),
-            lambda output, label: F.mse_loss(output[:, 0], label),
-            SPEC,
-            r"brought into the shape of their outputs: y from \(3,\)\..*need not index the output",
-        ),
-        (
-            torch.nn.Linear(4, 3),
-            F.cross_entropy,
-            TensorSpec(("x",), ("wide",)),
-            r"wide: output \(3, 3\), label \(3, 2\)",
-        ),
-    ],
-)
-def test_errors_about_mismatches_name_columns_and_shapes(module, loss, spec, message):
-    with pytest.raises(ShapeError, match=message):
-        fit(module, loss, spec)
-
-
-def test_a_loss_must_return_one_number_per_batch():
-    with pytest.raises(ParamError, match=r"^loss: expected one number .*, found shape \(3, 1\)"):
-        fit(torch.nn.Linear(4, 1), lambda output, label: (output - label).square())
 
 
 @pytest.mark.parametrize(
@@ -190,21 +112,6 @@ class Broken(torchmetrics.MeanSquaredError):
         raise TypeError("2 outputs expected")
 
 
-class Mean(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x):
-        return x.mean() if self.dim is None else x.mean(dim=self.dim)
-
-
-@pytest.mark.parametrize("dim", [None, 0])
-def test_outputs_must_have_one_row_per_input_row(dim):
-    with pytest.raises(ShapeError, match=r"output for label 'y' has shape .* for 3 rows"):
-        fit(Mean(dim), spec=SPEC)
-
-
 def test_labels_that_only_broadcast_to_the_output_are_rejected():
     """Torch only warns, and trains on the mean of the labels."""
     with pytest.raises(ShapeError, match="The loss cannot take"):
@@ -265,27 +172,6 @@ def test_batch_normalization_is_checked_with_a_single_row():
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).train()
 
     assert check_fit(module, objective_of(SPEC, F.mse_loss), columns) == [(1,)]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        F.mse_loss,
-        F.cross_entropy,
-        torch.nn.MSELoss(),
-        torch.nn.BCEWithLogitsLoss(reduction="sum"),
-        lambda output, label, reduction="mean": output,
-        lambda output, label, **options: output,
-    ],
-)
-def test_losses_with_values_per_row_can_be_weighted(function):
-    check_weightable([F.mse_loss, function])
-
-
-@pytest.mark.parametrize("function", [lambda output, label: output, torch.nn.Identity()])
-def test_other_losses_are_rejected_with_sample_weights(function):
-    with pytest.raises(ParamError, match="cannot be weighted by sample_weight_col"):
-        check_weightable([F.mse_loss, function])
 
 
 def test_sum_losses_are_rejected_and_losses_over_the_batch_warned_about(caplog):

@@ -77,13 +77,6 @@ def test_a_single_label_uses_the_only_output_or_the_logits() -> None:
     assert select_outputs(ModelOutput(logits=TWO, hidden=(ONE,)), ["y"])[0] is TWO
 
 
-def test_errors_about_labels_without_an_output_name_labels_and_outputs() -> None:
-    with pytest.raises(ShapeError, match=r"dict with the outputs price, cost, .* named demand\."):
-        select_outputs({"price": ONE, "cost": TWO}, ["price", "demand"])
-    with pytest.raises(ShapeError, match="Found with the outputs none"):
-        select_outputs(Found(), ["y"])
-
-
 class ByDict(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,15 +117,6 @@ def test_modules_are_called_in_the_configured_input_form() -> None:
         TorchEstimator(input_form="tuple")
 
 
-def test_outputs_that_are_not_tensors_are_rejected() -> None:
-    class Nested(ByDict):
-        def forward(self, batch: Any) -> Any:
-            return [super().forward(batch)]
-
-    with pytest.raises(ShapeError, match="returns list of dict"):
-        check_fit(Nested(), objective_of(spec("dict", ("y",))), COLUMNS)
-
-
 def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
     calls: list[int] = []
 
@@ -156,20 +140,6 @@ def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
     spec = TensorSpec(("x",), ("y",))
     assert check_fit(compiled, objective_of(spec), COLUMNS) == [(1,)]
     assert not calls
-
-
-def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) -> None:
-    net = torch.nn.Linear(2, 1)
-    net.compile(backend="eager")
-    estimator = TorchEstimator(
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-    )
-    Fit(estimator).framework.check()
-    assert "Set model=torch.compile(model) instead" in caplog.text
 
 
 def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:

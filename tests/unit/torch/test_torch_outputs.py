@@ -20,7 +20,6 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
 )
 from hvd_estimators.torch.objective import JointLoss, Objective, check_joint
-from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors, select_outputs
 
 F = torch.nn.functional
@@ -210,39 +209,6 @@ def test_one_row_suffices_for_batch_normalization_over_several_values() -> None:
     assert (takes(images, 1, 5, 5), takes(pooled, 1, 5, 5)) == (True, False)
     assert takes(images, 2) is None
     assert int(images[1].num_batches_tracked) == 0
-
-
-def test_a_module_that_needs_the_dimension_that_it_squeezes_takes_no_single_row() -> None:
-    class Squeezes(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.softmax(x.squeeze(), dim=1)
-
-    def takes(size: int) -> bool | None:
-        one, two = (lambda copy, rows=rows: copy(torch.ones(rows, size, 3)) for rows in (1, 2))
-        return takes_one_row(Squeezes(), one, [two])
-
-    assert (takes(1), takes(2)) == (False, True)
-
-    def fails(copy: Any) -> Any:
-        return copy(torch.ones(1, 3))
-
-    # Two rows fail, too, so one row is not the reason.
-    assert takes_one_row(torch.nn.Linear(2, 1), fails, [fails]) is True
-
-
-def test_trial_copies_keep_references_between_objects() -> None:
-    net = torch.nn.utils.weight_norm(torch.nn.Linear(4, 2))
-    net(torch.zeros(1, 4)).sum().backward()  # copy.deepcopy fails: the weight is computed
-    optimizer = torch.optim.LBFGS(net.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    module, stepping, scheduling, again = copied((net, optimizer, scheduler, net))
-    assert again is module
-    assert module is not net
-    assert scheduling.optimizer is stepping
-    parameters = [id(p) for p in module.parameters()]
-    assert [id(p) for p in stepping._params] == parameters
-    assert not set(parameters) & {id(p) for p in net.parameters()}
-    assert torch.equal(module(ONE.new_ones(1, 4)), net(ONE.new_ones(1, 4)))
 
 
 def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:

@@ -1,9 +1,9 @@
-"""Forward passes for predictions: precision, threads, failures and overlapping copies."""
+"""Forward passes for predictions: precision, types and failures."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +12,8 @@ import torch
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import Resources
 from hvd_estimators.torch import TorchModel
-from hvd_estimators.torch import predictor as forwarding
-from hvd_estimators.torch.predictor import Forward, limit_threads
 
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-
-
-class Both(NamedTuple):
-    z: torch.Tensor
-    y: torch.Tensor
 
 
 def net() -> torch.nn.Sequential:
@@ -135,104 +128,6 @@ def test_errors_in_forward_describe_the_inputs() -> None:
     # Inputs that do not fit the configured shape are reported in their original shape.
     with pytest.raises(PredictionError, match=r"called with x \(64, 5\) float32, and takes"):
         shaped([ROWS[:, :5]])
-
-
-def test_out_of_memory_errors_suggest_smaller_batches() -> None:
-    class Hungry(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    with pytest.raises(PredictionError, match="Set inference_batch_size"):
-        predictor(Hungry())([ROWS])
-
-
-def test_outputs_that_are_not_tensors_are_rejected() -> None:
-    class Text(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return ["a", "b"], x
-
-    with pytest.raises(ShapeError, match="returns tuple of list"):
-        predictor(Text(), label_columns=["a", "b"])([ROWS])
-
-
-def test_named_outputs_follow_the_labels() -> None:
-    class Named(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Both:
-            return Both(x[:, 0], x[:, 1])
-
-    y, z = predictor(Named(), label_columns=["y", "z"])([ROWS])
-    np.testing.assert_array_equal(y, ROWS[:, 1])
-    np.testing.assert_array_equal(z, ROWS[:, 0])
-
-
-def test_the_number_of_threads_is_limited() -> None:
-    before = torch.get_num_threads()
-    try:
-        limit_threads(1)
-        assert torch.get_num_threads() == 1
-        limit_threads(None)
-        assert torch.get_num_threads() == 1
-        # The number of interop threads cannot be set twice.
-        limit_threads(2)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_predictions_use_the_cpu_if_torch_does_not_see_the_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("torch sees GPUs here")
-    forward = Forward("float32", Resources(gpu=0))
-    assert forward.device == torch.device("cpu")
-    assert not forward.overlaps
-
-
-def test_copies_of_one_batch_overlap_the_wait_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-
-    def fetching(device: torch.device) -> Any:
-        def begin(tensors: Any) -> Any:
-            done.append(f"fetch {len(tensors[0])}")
-            return lambda: [tensor.clone() for tensor in tensors]
-
-        return begin
-
-    def returning(device: torch.device) -> Any:
-        def begin(tensors: Any) -> Any:
-            done.append(f"return {len(tensors[0])}")
-
-            def finish() -> Any:
-                done.append(f"wait {len(tensors[0])}")
-                return [tensor.numpy() for tensor in tensors]
-
-            return finish
-
-        return begin
-
-    class Placed(Forward):
-        """Forward passes on the CPU that pretends to be a GPU."""
-
-        def placed(self, module: torch.nn.Module) -> torch.nn.Module:
-            return module
-
-    monkeypatch.setattr(forwarding, "cuda_copies", fetching)
-    monkeypatch.setattr(forwarding, "cuda_returns", returning)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    forward = Placed("float32", Resources(gpu=1))
-    assert str(forward.device) == "cuda:1"
-
-    def twice(tensors: Any) -> Any:
-        return [2 * tensor for tensor in tensors]
-
-    first = forward.begin([torch.ones(3)], twice)
-    second = forward.begin([torch.ones(2)], twice)
-    assert first()[0].tolist() == [2, 2, 2]
-    assert second()[0].tolist() == [2, 2]
-    assert done == ["fetch 3", "return 3", "fetch 2", "return 2", "wait 3", "wait 2"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.tensors import Batch, TensorSpec, select_outputs
+from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
 ROWS = 5
@@ -113,25 +112,6 @@ def test_labels_get_the_outputs_shape_if_sizes_match(output, label, expected):
     assert aligned[0].flatten().tolist() == labels[0].flatten().tolist()
 
 
-def test_labels_keep_configured_shapes():
-    spec = TensorSpec(("x",), ("y",), label_shapes=((-1,),))
-    _, labels = spec.align([torch.zeros(4, 1)], [torch.zeros(4)])
-
-    assert tuple(labels[0].shape) == (4,)
-
-
-def test_outputs_without_a_label_are_rejected():
-    with pytest.raises(ShapeError, match="found 2 outputs for 1 label columns"):
-        ONE_LABEL.align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
-
-
-def test_outputs_are_always_a_list():
-    one, two = torch.zeros(1), torch.ones(1)
-
-    assert select_outputs(one) == [one]
-    assert select_outputs((one, two)) == [one, two]
-
-
 def test_the_loss_is_the_weighted_sum_of_the_labels_mean_losses(rng):
     outputs, labels = rng.normal(size=(2, ROWS, 3)), rng.normal(size=(2, ROWS, 3))
 
@@ -168,15 +148,6 @@ def test_sample_weights_of_a_classification_against_numpy(rng, function):
     assert loss.item() == pytest.approx((per_row * weights).sum() / ROWS)
 
 
-def test_a_weight_of_two_equals_the_row_twice(rng):
-    outputs, labels = rng.normal(size=(2, 1, 3, 2))
-
-    weighted = Loss([F.mse_loss], [1.0])(*tensors(outputs, labels), torch.tensor([2.0, 1.0, 0.0]))
-    repeated = Loss([F.mse_loss], [1.0])(*tensors(outputs[:, [0, 0, 1]], labels[:, [0, 0, 1]]))
-
-    assert weighted.item() == pytest.approx(repeated.item())
-
-
 def test_batches_of_weight_zero_have_zero_loss_and_gradient():
     output = torch.ones(2, 1, requires_grad=True)
 
@@ -185,27 +156,6 @@ def test_batches_of_weight_zero_have_zero_loss_and_gradient():
 
     assert loss.item() == 0
     assert output.grad.tolist() == [[0], [0]]
-
-
-def test_the_reduction_of_a_loss_is_restored_even_after_an_error():
-    module = torch.nn.CrossEntropyLoss(reduction="sum")
-    loss = Loss([module], [1.0])
-
-    loss([torch.zeros(2, 3)], [torch.zeros(2, dtype=torch.int64)], torch.ones(2))
-    assert module.reduction == "sum"
-    with pytest.raises(RuntimeError):
-        loss([torch.zeros(2, 3)], [torch.zeros(2, 7)], torch.ones(2))
-    assert module.reduction == "sum"
-
-
-def test_evaluation_returns_aligned_tensors_with_the_loss():
-    batch = Batch([torch.zeros(2)], [torch.tensor([1.0, 3.0])], None)
-
-    outputs, labels = ONE_LABEL.align(torch.zeros(2, 1), batch.labels)
-    loss = Loss([F.mse_loss], [1.0])(outputs, labels, batch.weights)
-
-    assert tuple(labels[0].shape) == tuple(outputs[0].shape) == (2, 1)
-    assert loss.item() == pytest.approx((1 + 9) / 2)
 
 
 def tensors(outputs, labels):

@@ -78,25 +78,6 @@ def test_errors_of_the_reader_reach_the_loop():
         list(ahead_of_use(blocks(), lambda tensors: lambda: tensors))
 
 
-def test_each_block_is_copied_once_for_any_columns_and_batches(columns, monkeypatch):
-    copied = []
-
-    def copy(blocks):
-        copied.append([tuple(block.shape) for block in blocks])
-        return lambda: [block.clone() for block in blocks]
-
-    monkeypatch.setattr(tensors, "cuda_copies", lambda device: copy)
-
-    batches = list(tensor_batches(chunks_of(columns), "cuda"))
-
-    # "a" and "b" share a block.
-    assert copied == [[(100, 2), (100, 3), (100,)]] * 10
-    assert len(batches) == 10 * 15
-    for name, array in columns.items():
-        whole = torch.cat([batch[name] for batch in batches])
-        np.testing.assert_array_equal(whole.numpy(), array)
-
-
 def test_no_chunk_is_read_ahead_after_the_last_batch(columns, monkeypatch):
     monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
     is_beyond = threading.Event()
@@ -112,23 +93,6 @@ def test_no_chunk_is_read_ahead_after_the_last_batch(columns, monkeypatch):
         # A further batch is read on demand.
         np.testing.assert_array_equal(next(batches)["a"].numpy(), columns["a"][:7])
         assert is_beyond.is_set()
-
-
-def test_chunks_are_released_when_the_iteration_stops(columns, monkeypatch):
-    monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
-    ended = []
-
-    def chunks():
-        try:
-            yield from chunks_of(columns)
-        finally:
-            ended.append(True)
-
-    batches = tensor_batches(chunks(), "cuda")
-    next(batches)
-    batches.close()
-
-    assert ended == [True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,7 +13,6 @@ from parquet_files import write_columns
 
 from hvd_estimators.exceptions import DataError, ParamError, PredictionError, ShapeError
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.lookups import Lookups
 
 ROWS = 40
 
@@ -133,17 +132,3 @@ def test_an_embedding_of_floats_names_its_column(store: Any) -> None:
         ShapeError, match=r"the column 'kind' is float32. Set column_dtypes=\{'kind': 'int64'\}"
     ):
         estimator(store, column_dtypes={}).fit_on_parquet()
-
-
-def test_lookups_follow_columns_through_views_and_casts() -> None:
-    table = torch.nn.Embedding(6, 2)
-    vector, number, shift = torch.zeros(4, 3), torch.ones(4), torch.full((4,), 2.0)
-    with Lookups({"vector": vector, "number": number, "shift": shift}) as lookups:
-        table(vector[:, 1].long())
-        table(number.unsqueeze(1).to(torch.int64))
-        table((number + shift).long())
-        torch.nn.functional.embedding_bag(number.long()[None], table.weight)
-
-    found = [(lookup.column, lookup.is_whole, lookup.rows) for lookup in lookups.found]
-    assert found == [("vector", False, 6), ("number", True, 6), (None, False, 6), found[1]]
-    assert lookups.id_limits == {"number": 6}

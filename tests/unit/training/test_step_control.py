@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +14,6 @@ from fake_clock import FakeClock, set_clock
 
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,
-    NotFiniteError,
     TrainingInterruptedError,
 )
 from hvd_estimators.launch.rank import graceful_stop
@@ -99,34 +95,6 @@ def test_ranks_exchange_about_once_a_second(clock: FakeClock, seconds: float, lo
     assert ranks.sums // 2 == pytest.approx(looks, abs=12)
 
 
-def test_ranks_of_different_speed_exchange_equally_often(clock: FakeClock) -> None:
-    """Ranks add their measurements; none decides alone."""
-    ranks = Ranks(2)
-    slow = ranks.stops[1]
-    for _ in range(2000):
-        clock.now += 0.01
-        slow._agreed_at -= 0.03
-        ranks.after_step()
-    assert 20 < ranks.sums // 2 < 200
-
-
-@pytest.mark.parametrize("others", [0, 1, 65534])
-def test_two_numbers_share_a_sum_without_overflow(clock: FakeClock, others: int) -> None:
-    """All ranks add the maximum number of steps; some others have a request."""
-    most, number = step_control._MOST_STEPS, 65535
-    sums: list[float] = []
-
-    def add_up(own: float) -> float:
-        sums.append(own)
-        return own + (number - 1) * float(most) + others * step_control._ASKED
-
-    stop = StopRequest(add_up, number)
-    stop._distance = most
-    assert stop.after_step() is (others > 0)
-    assert sums == [most]
-    assert stop._left == most
-
-
 def test_sigterm_is_a_request_only_within_the_block(directory: str, monkeypatch: Any) -> None:
     monkeypatch.setenv(graceful_stop.GRACE_VARIABLE, "4.5")
     before = signal.getsignal(signal.SIGTERM)
@@ -138,19 +106,6 @@ def test_sigterm_is_a_request_only_within_the_block(directory: str, monkeypatch:
     assert signal.getsignal(signal.SIGTERM) is before
     assert graceful_stop.grace_asked(directory) == 0.0
     assert os.listdir(directory) == []
-
-
-def test_other_threads_see_requests_but_ask_for_no_grace(directory: str) -> None:
-    heard: list[Any] = []
-
-    def work() -> None:
-        with StopRequest(lambda own: own + 2.0**32, 2) as stop:
-            heard.extend([graceful_stop.grace_asked(directory), stop.after_step()])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert heard == [0.0, True]
 
 
 @pytest.mark.parametrize(
@@ -169,47 +124,6 @@ def test_grace_can_be_cancelled_and_must_be_requested(directory: str) -> None:
         graceful_stop.cancel_grace(directory)
         assert graceful_stop.grace_asked(directory) == 0.0
     assert graceful_stop.grace_asked(f"{directory}/that/has/gone") == 0.0
-
-
-@pytest.mark.forks
-def test_output_without_a_reader_is_not_an_error(capfd: Any, directory: str) -> None:
-    """Standard output and error of the process are pipes without a reader."""
-
-    def child(act: Callable[[], None], closed: Sequence[int]) -> int:
-        pid = os.fork()
-        if pid:
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        try:
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-            for descriptor in (1, 2):
-                reading, writing = os.pipe()
-                os.dup2(writing, descriptor)
-                os.close(writing)
-                if descriptor in closed:
-                    os.close(reading)
-            sys.stdout, sys.stderr = (os.fdopen(d, "w", closefd=False) for d in (1, 2))
-            act()
-            os.write(1, b"out")
-            os.write(2, b"err")
-            os._exit(0 if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev else 3)
-        except BrokenPipeError:
-            os._exit(7)
-        finally:
-            os._exit(9)
-
-    def print_something() -> None:
-        """Print before a stop request, and after it, when the reader has closed the pipe."""
-        with graceful_stop.asking_for_grace():
-            print("out", flush=True)
-            sys.stderr.writelines(["e", "rr\n"])
-            sys.stderr.flush()
-            graceful_stop.mute_if_unheard()
-            print("out", flush=True)
-
-    assert child(lambda: None, [1, 2]) == 7
-    assert child(print_something, [1, 2]) == 0
-    assert child(graceful_stop.mute_if_unheard, [1, 2]) == 0
-    assert child(graceful_stop.mute_if_unheard, []) == 3  # streams with a reader do not change
 
 
 @pytest.mark.parametrize(
@@ -249,13 +163,6 @@ def test_a_due_checkpoint_waits_until_the_run_can_be_saved() -> None:
     assert saved == [3, 4, 5, 6, 9]
 
 
-def test_several_steps_in_one_call_make_one_checkpoint() -> None:
-    control, saved = make_control(every_n_steps=3), []
-    for first in range(1, 13, 4):
-        control.after_step(0, first, range(first, first + 4), lambda: saved.append(1) or True)
-    assert len(saved) == 3
-
-
 def test_a_stop_request_ends_training_after_a_checkpoint(clock: FakeClock) -> None:
     control = make_control(every_n_steps=None)
     control._stop.ask()
@@ -282,78 +189,6 @@ def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: FakeClock) ->
     with pytest.raises(TrainingInterruptedError, match="keeps no checkpoints"):
         control.after_step(0, 3, [3], lambda: saved.append(1) or True)
     assert not saved
-
-
-NAN = float("nan")
-
-
-class ThreadedRanks:
-    """Ranks in threads that gather and sum their values."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.brought: dict[int, Any] = {}
-        self.gathered = 0
-        self._barrier = threading.Barrier(size, timeout=30)
-
-    def meet(self, rank: int, value: Any) -> list[Any]:
-        self.brought[rank] = value
-        self._barrier.wait()
-        values = [self.brought[r] for r in range(self.size)]
-        self._barrier.wait()
-        return values
-
-    def after_step(self, found: list[tuple[float | None, list[str]]]) -> list[str | None]:
-        """Return the errors of the ranks for given findings."""
-        raised: list[str | None] = [None] * self.size
-
-        def be(rank: int) -> None:
-            def gather(value: Any, name: str) -> list[Any]:
-                self.gathered += 1
-                return self.meet(rank, value)
-
-            exchange: Any = type("Exchange", (), {"gather": staticmethod(gather)})
-            control = StepControl(
-                make_spec(), self.size, lambda value, name: sum(self.meet(rank, value)), exchange
-            )
-            try:
-                control.check_finite(37, 2, *found[rank])
-            except NotFiniteError as error:
-                raised[rank] = str(error)
-
-        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return raised
-
-
-def test_all_ranks_end_with_the_same_message() -> None:
-    ranks = ThreadedRanks(3)
-    raised = ranks.after_step([(None, []), (NAN, ["w"]), (None, ["w"])])
-    assert raised[0] is not None
-    assert len(set(raised)) == 1
-    assert "step 37 of the run (in epoch 2" in raised[0]
-    assert "the loss of rank 1 is nan; NaN or infinite after it: 'w'. " in raised[0]
-    assert issubclass(NotFiniteError, (HvdEstimatorsError, FloatingPointError))
-
-
-def test_nothing_is_gathered_if_all_values_are_finite() -> None:
-    ranks = ThreadedRanks(2)
-    assert ranks.after_step([(None, []), (None, [])]) == [None, None]
-    assert not ranks.gathered
-
-
-def test_a_single_rank_exchanges_nothing_and_names_a_few() -> None:
-    ranks = ThreadedRanks(1)
-    names = [f"layer.{n}" for n in range(8)]
-    (message,) = ranks.after_step([(None, names)])
-    assert message is not None
-    assert "'layer.4' and 3 others" in message
-    assert "layer.5" not in message
-    assert "the loss" not in message
-    assert not ranks.brought
 
 
 @dataclass
