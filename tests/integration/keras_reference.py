@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from estimators import exact_params
 from rank_pool import shared_ranks
 from reference import WIDTH, RecordingBackend
 
@@ -69,20 +70,11 @@ def pooled_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
 
 def make_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
     return KerasEstimator(
-        **{
-            "backend": RecordingBackend(ranks, env=QUIET),
-            "store": store,
-            "model": make_net(),
-            "optimizer": OPTIMIZERS["sgd"](),
-            "loss": "mse",
-            "feature_cols": ["features"],
-            "label_cols": ["label"],
-            "shuffle": False,
-            "scale_learning_rate": False,
-            "random_seed": 3,
-            "verbose": 0,
-            **params,
-        }
+        **exact_params(
+            params.pop("backend", None) or RecordingBackend(ranks, env=QUIET),
+            store,
+            **{"model": make_net(), "optimizer": OPTIMIZERS["sgd"](), "loss": "mse", **params},
+        )
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from estimators import exact_params
 from pytorch_lightning import LightningModule
 from reference import OPTIMIZERS, make_net
 from torchmetrics import MeanSquaredError
@@ -54,18 +55,6 @@ def fit(
     backend: Any, store: Any, kind: type[LightningEstimator] = LightningEstimator, **params: Any
 ) -> Any:
     estimator = kind(
-        **{
-            "backend": backend,
-            "store": store,
-            "model": Regression(),
-            "feature_cols": ["features"],
-            "label_cols": ["label"],
-            "shuffle": False,
-            "scale_learning_rate": False,
-            "random_seed": 3,
-            "logger": False,
-            "verbose": 0,
-            **params,
-        }
+        **exact_params(backend, store, **{"model": Regression(), "logger": False, **params})
     )
     return estimator.fit_on_parquet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -146,8 +145,6 @@ SECOND_ORDER = ("timm.optim.Adahessian", "timm-adahessian")
 # These optimizers draw random numbers in their steps, and so differ between ranks.
 RANDOM = ("timm-kron", "timm-kronc", "timm-kronw")
 RANDOM += tuple(f"pytorch_optimizer.{name}" for name in ("BSAM", "Gravity", "Kron", "Magma"))
-# These need a default process group of torch.distributed where they are created, on the driver.
-NEED_GROUP = ("pytorch_optimizer.DeMo", "pytorch_optimizer.DistributedMuon")
 
 
 def _from_factory(timm: ModuleType, name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -158,86 +155,6 @@ def _from_factory(timm: ModuleType, name: str, parameters: Any) -> torch.optim.O
 
 def _inner(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def packages_with_many() -> dict[str, Make]:
-    """Return the optimizers of torch-optimizer and pytorch-optimizer that train here."""
-    import pytorch_optimizer
-    import torch_optimizer
-
-    theirs: Any = pytorch_optimizer
-    sgd = torch.optim.SGD
-    own = classes(torch.optim).values()
-    makers: dict[str, Make] = {
-        name: kind
-        for package in (torch_optimizer, pytorch_optimizer)
-        for name, kind in classes(package).items()
-        if kind not in own
-    }
-    rated = {name: kind for name, kind in makers.items() if _needs_rate(kind)}
-    for name, kind in rated.items():
-        makers[name] = lambda p, kind=kind: kind(p, lr=0.01)
-    named = {
-        "BSAM": lambda p: theirs.BSAM(p, num_data=16),
-        "Ranger21": lambda p: theirs.Ranger21(p, num_iterations=10),
-        "FriendlySAM": lambda p: theirs.FriendlySAM(p, sgd, lr=0.01),
-        "GSAM": lambda p: theirs.GSAM(p, _inner(p), torch.nn.ParameterList(p), ConstantRho()),
-        "WSAM": lambda p: theirs.WSAM(torch.nn.ParameterList(p), p, sgd, lr=0.01),
-        "AdamMini": lambda p: theirs.AdamMini(torch.nn.ParameterList(p)),
-    }
-    for names, make in (
-        (("SAM", "LookSAM"), lambda p, kind: kind(p, sgd, lr=0.01)),
-        (
-            ("Lookahead", "ScheduleFreeWrapper", "TRAC", "OrthoGrad", "PCGrad", "Magma"),
-            lambda p, kind: kind(_inner(p)),
-        ),
-        (
-            ("AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"),
-            lambda p, kind: kind([{"params": p, "use_muon": True}]),
-        ),
-    ):
-        for name in names:
-            named[name] = functools.partial(make, kind=getattr(theirs, name))
-    makers.update({f"pytorch_optimizer.{name}": make for name, make in named.items()})
-    makers["torch_optimizer.Lookahead"] = lambda p: torch_optimizer.Lookahead(_inner(p), k=2)
-    for name in (*refused(), *RANDOM, *NEED_GROUP):
-        makers.pop(name, None)
-    return makers
-
-
-def _needs_rate(kind: Any) -> bool:
-    rate = inspect.signature(kind).parameters.get("lr")
-    return rate is not None and rate.default is rate.empty
-
-
-class ConstantRho:
-    """Schedule of a constant radius, for GSAM."""
-
-    def step(self) -> float:
-        return 0.05
-
-
-def refused() -> dict[str, tuple[str, Make]]:
-    """Return the optimizers of these packages that the driver refuses, with the message."""
-    import pytorch_optimizer
-    import torch_optimizer
-
-    theirs: Any = pytorch_optimizer
-    found: dict[str, tuple[str, Make]] = {}
-    for kind in (theirs.AdaShift, theirs.Conda, theirs.ScalableShampoo):
-        found[_name(kind)] = rf"state_dict\(\) of {kind.__name__} holds a ", kind
-    for kind in (torch_optimizer.Adahessian, theirs.AdaHessian, theirs.SophiaH):
-        found[_name(kind)] = rf"{kind.__name__}.step\(\) failed with", kind
-    for kind in (theirs.LOMO, theirs.AdaLOMO):
-        message = rf"hook of the parameter .* refers to an optimizer \({kind.__name__}\)"
-        found[_name(kind)] = message, lambda p, kind=kind: kind(torch.nn.ParameterList(p))
-    fp16 = theirs.SafeFP16Optimizer
-    found[_name(fp16)] = "SafeFP16Optimizer has no param_groups", lambda p: fp16(_inner(p))
-    return found
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def step_with_closure(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from estimators import exact_params
 from parquet_files import write_columns
 
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -111,20 +112,16 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
     backend = params.pop("backend", None) or RecordingBackend(ranks)
     paths = {name: params.pop(name, None) for name in ("path", "validation_path")}
     estimator = TorchEstimator(
-        **{
-            "backend": backend,
-            "store": store,
-            "model": net,
-            "optimizer": OPTIMIZERS[name](net.parameters()),
-            "loss": torch.nn.functional.mse_loss,
-            "feature_cols": ["features"],
-            "label_cols": ["label"],
-            "shuffle": False,
-            "scale_learning_rate": False,
-            "random_seed": 3,
-            "verbose": 0,
-            **params,
-        }
+        **exact_params(
+            backend,
+            store,
+            **{
+                "model": net,
+                "optimizer": OPTIMIZERS[name](net.parameters()),
+                "loss": torch.nn.functional.mse_loss,
+                **params,
+            },
+        )
     )
     return estimator.fit_on_parquet(**paths), backend
 

@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import keras
 import pytest
 import rank_warnings
 import resuming
 import torch
 from lightning_reference import fit as fit_lightning
 from pytorch_lightning import LightningModule
-from rank_pool import shared_ranks
 from rank_warnings import Warnings
 from reference import WIDTH, fit, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits
-from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, KerasTracking, expected_buffers
-
-from hvd_estimators.keras import KerasEstimator
+from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, expected_buffers
 
 pytestmark = pytest.mark.integration
 
@@ -158,44 +154,3 @@ def test_buffers_that_differ_between_the_ranks_are_named(
     assert texts == ["", ""]
     torch.testing.assert_close(found.counts, expected.counts)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.soak
-def test_keras(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), ROWS)
-
-    def run(run_id: str, **params: Any) -> dict[str, Any]:
-        keras.utils.set_random_seed(7)
-        x = keras.Input((WIDTH,))
-        net = keras.Model(x, keras.layers.Dense(1)(KerasTracking(name="tracking")(x)))
-        estimator = KerasEstimator(
-            backend=shared_ranks(2, "tensorflow"),
-            store=store,
-            model=net,
-            optimizer=keras.optimizers.SGD(0.01),
-            loss="mse",
-            feature_cols=["features"],
-            label_cols=["label"],
-            batch_size=BATCH,
-            epochs=EPOCHS,
-            buffer_reduction=REDUCTIONS,
-            run_id=run_id,
-            shuffle=False,
-            random_seed=3,
-            verbose=0,
-            **params,
-        )
-        fitted = estimator.fit_on_parquet().getModel()
-        layer = fitted.get_layer("tracking")
-        return {v.name: v.numpy().item() for v in layer.non_trainable_variables}
-
-    whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
-    expected = expected_buffers(columns)
-    # By default Keras averages its float variables.
-    expected["other"] = expected["latest"]
-    assert whole == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}
-    positions = []
-    for run_id, position in kept_checkpoints(store, "kept"):
-        positions.append(position)
-        assert run(run_id) == whole
-    assert {(0, 48), (1, 0), (1, 32)} <= {*positions}

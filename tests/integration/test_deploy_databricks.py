@@ -1,4 +1,4 @@
-"""The recipe for Databricks: the init script, and extras beside the packages of cloud runtimes.
+"""The recipe for Databricks: the init script beside the packages of cloud runtimes.
 
 Needs root's rights, debootstrap, and the registries of Debian and PyPI.
 """
@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(360
 
 PROJECT = Path(__file__).parents[2]
 RECIPE = PROJECT / "deploy" / "databricks"
-RUNTIMES = [*sorted(RECIPE.glob("runtime-*.txt")), PROJECT / "deploy" / "emr" / "release-7.txt"]
 PYTHON = "/databricks/python/bin/python"
 
 
@@ -98,45 +97,3 @@ def test_the_init_script_keeps_the_runtimes_packages_and_its_python_trains(
         mounts=mounts,
     )
     assert len(result_of(output)["ranks"]) == 2
-
-
-@pytest.fixture(scope="module")
-def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Resolver that reads the metadata of a wheel without a download, for any Python."""
-    folder = tmp_path_factory.mktemp("uv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([folder / "bin" / "pip", "install", "--quiet", "uv"], check=True)
-    return folder / "bin" / "uv"
-
-
-@pytest.mark.parametrize("file", RUNTIMES, ids=lambda file: file.stem)
-def test_the_extras_resolve_beside_a_runtimes_packages(
-    file: Path, wheel: Path, uv: Path, tmp_path: Path
-) -> None:
-    versions = pins(file)
-    python = re.match(r"# .+, Python (3\.\d+): ", file.read_text())
-    assert python is not None
-    # The runtime's packages are installed already: what they require does not matter.
-    given = [
-        f'{{name = "{name}", version = "{version}", requires-dist = []}}'
-        for name, version in versions.items()
-    ]
-    settings = tmp_path / "uv.toml"
-    settings.write_text(f"dependency-metadata = [{', '.join(given)}]\n")
-    requirements = tmp_path / "requirements.in"
-    requirements.write_text(f"hvd_estimators[torch,keras,lightning] @ {wheel.as_uri()}\n")
-
-    done = subprocess.run(
-        [
-            *(uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
-            *("--config-file", settings, "--constraint", file),
-            *("--python-version", python[1], "--python-platform", "linux", requirements),
-        ],
-        capture_output=True,
-        text=True,
-    )
-
-    assert done.returncode == 0, done.stderr
-    resolved = dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE))
-    assert versions.items() <= resolved.items()
-    assert {"torch", "tensorflow", "keras", "lightning"} <= set(resolved)

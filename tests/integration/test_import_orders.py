@@ -1,34 +1,13 @@
-"""TensorFlow and torch in one process: also triton, which must not run on TensorFlow's LLVM."""
+"""TensorFlow and torch in one process."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
 import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-
-# torch.compile imports all of triton; jit_compile uses TensorFlow's LLVM.
-USE_BOTH = """
-import tensorflow, torch, torch._dynamo, triton
-from torch._dynamo.testing import CompileCounter
-doubled = tensorflow.function(lambda x: 2 * x, jit_compile=True)(tensorflow.constant([1.0, 2.0]))
-counter = CompileCounter()
-tripled = torch.compile(lambda x: 3 * x, backend=counter)(torch.ones(2))
-print(doubled.numpy().tolist(), tripled.tolist(), counter.frame_count)
-"""
-
-
-def run(*lines: str) -> subprocess.CompletedProcess[str]:
-    program = "\n".join(lines) + USE_BOTH
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-
-
-@pytest.mark.soak
-def test_tensorflow_before_triton_crashes_without_this_package() -> None:
-    assert run("import tensorflow").returncode == -signal.SIGSEGV
 
 
 # What ranks of Keras do over torch's group, in both orders of the imports.
@@ -52,18 +31,3 @@ def test_torch_reduces_tensors_of_tensorflow(first: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["256.0", "tensor(256.)"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ["import tensorflow", "import hvd_estimators", "import lightning"],
-        ["from hvd_estimators.keras import KerasEstimator", "import hvd_estimators.lightning"],
-    ],
-    ids=" then ".join,
-)
-def test_frameworks_can_be_imported_in_any_order(lines: list[str]) -> None:
-    done = run(*lines)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "[2.0, 4.0] [3.0, 3.0] 1"

@@ -1,11 +1,7 @@
-"""Subclassed models with dict inputs by column name, and losses added by layers.
-
-The reference is Keras in one process.
-"""
+"""Losses that layers add, on ranks and in one process."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,12 +10,7 @@ import pytest
 from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 
-from hvd_estimators.keras import KerasModel
-
 pytestmark = pytest.mark.integration
-
-FEATURES = ["wide", "narrow"]
-"""Not in the order of sorted keys."""
 
 
 def write(path: str, rows: int = 60) -> dict[str, np.ndarray]:
@@ -31,51 +22,6 @@ def write(path: str, rows: int = 60) -> dict[str, np.ndarray]:
     }
     write_columns(path, columns, row_group_size=25)
     return columns
-
-
-class ByName(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = keras.layers.Dense(2, activation="tanh")
-        self.narrow = keras.layers.Dense(2)
-        self.out = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        return self.out(self.wide(inputs["wide"]) * self.narrow(inputs["narrow"]))
-
-
-@pytest.mark.usefixtures("spark")
-def test_models_with_dict_inputs_train_as_one_process(store: Any, tmp_path: Path) -> None:
-    columns = write(store.get_train_data_path())
-    x = {"wide": columns["wide"], "narrow": columns["narrow"][:, None]}
-    keras.utils.set_random_seed(5)
-    alone, given = ByName(), ByName()
-    alone(x)
-    alone.compile(keras.optimizers.SGD(0.1), "mse")
-    # Only the layers are built, so the estimator has to find out the form of the inputs.
-    for name in ("wide", "narrow", "out"):
-        theirs = getattr(alone, name)
-        getattr(given, name).build((None, theirs.kernel.shape[0]))
-        getattr(given, name).set_weights(theirs.get_weights())
-    expected = alone.fit(x, columns["y"], batch_size=60, epochs=2, verbose=0).history
-    fitted = pooled_estimator(
-        store,
-        2,
-        model=given,
-        optimizer=keras.optimizers.SGD(0.1),
-        feature_cols=FEATURES,
-        label_cols=["y"],
-        batch_size=30,
-        epochs=2,
-    ).fit_on_parquet()
-    assert_same_weights(fitted.getModel(), alone)
-    np.testing.assert_allclose(fitted.getHistory()["loss"], expected["loss"], rtol=1e-4)
-    fitted.save(str(tmp_path / "model"))
-    outputs = alone.predict(x, verbose=0)
-    for found in (fitted, KerasModel.load(str(tmp_path / "model"))):
-        document, load = found._make_predictor()
-        (predicted,) = load(document)([columns[name] for name in FEATURES])
-        np.testing.assert_allclose(predicted, outputs, rtol=1e-4, atol=1e-6)
 
 
 class Rebuilds(keras.layers.Layer):

@@ -53,38 +53,6 @@ class CustomModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-class LowerLevel(keras.Model):
-    """Going lower-level: compile() without a loss, and metrics in the model."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
-        self.loss_fn = keras.losses.MeanSquaredError()
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.loss_fn(y, y_pred)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        self.loss_tracker.update_state(loss)
-        self.mae_metric.update_state(y, y_pred)
-        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
-
-    def test_step(self, data: Any) -> Any:
-        x, y = data
-        y_pred = self(x, training=False)
-        self.loss_tracker.update_state(self.loss_fn(y, y_pred))
-        self.mae_metric.update_state(y, y_pred)
-        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
-
-    @property
-    def metrics(self) -> Any:
-        return [self.loss_tracker, self.mae_metric]
-
-
 class OtherName(keras.Model):
     """keras.io's VAE and VQ-VAE: the step returns a tracker's mean under another name."""
 
@@ -178,42 +146,6 @@ class OfInputsAlone(keras.Model):
         return {"loss": loss}
 
 
-def everywhere(rows: Any) -> Any:
-    """Gather the rows of all ranks, as in the documentation."""
-    import horovod.tensorflow as hvd
-
-    if not hvd.is_initialized():
-        return rows
-    count = tf.cast(tf.shape(rows)[:1], rows.dtype)
-    factor = hvd.allreduce(count, op=hvd.Sum) / count
-    rows = rows + (factor - 1) * (rows - tf.stop_gradient(rows))
-    return hvd.allgather(rows)
-
-
-class Pairs(keras.Model):
-    """keras.io's metric learning: the compiled loss compares anchors with the labels' images."""
-
-    def train_step(self, data: Any) -> Any:
-        anchors, positives = data
-        with tf.GradientTape() as tape:
-            first, second = (everywhere(self(x, training=True)) for x in (anchors, positives))
-            numbers = keras.ops.arange(keras.ops.shape(first)[0])
-            loss = self.compute_loss(y=numbers, y_pred=first @ keras.ops.transpose(second))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
-def make_pairs() -> keras.Model:
-    keras.utils.set_random_seed(5)
-    inputs = keras.Input((6, 3))
-    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
-    model = Pairs(inputs, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(hidden)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(1.0), loss)
-    return model
-
-
 def make(cls: type[keras.Model]) -> keras.Model:
     """Return a network with two named inputs, one of them for a kernel on three dimensions."""
     keras.utils.set_random_seed(3)
@@ -291,22 +223,6 @@ def test_the_higher_level_step_matches_one_process(
     assert history["val_mae"][-1] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
 
 
-def test_the_lower_level_step_accumulates_gradients_as_one_process(
-    backend: Any, store: Any
-) -> None:
-    columns = write(store.get_train_data_path(), 48, seed=0)
-    held_out = write(store.get_val_data_path(), 24, seed=1)
-    model = make(LowerLevel)
-    model.compile(keras.optimizers.SGD(RATE))
-    fitted = fit(backend, store, model, epochs=1, backward_passes_per_step=2)
-    first, second, last = global_batches(48, 2, 8)
-    batches = [np.concatenate([first, second]), last]
-    assert_same_weights(fitted.getModel(), train_alone(columns, batches))
-    errors = fitted.getModel()(inputs_of(held_out))[:, 0] - held_out["label"]
-    assert fitted.getHistory()["val_loss"] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
-    assert fitted.getHistory()["val_mae"] == [pytest.approx(np.mean(np.abs(errors)), rel=1e-5)]
-
-
 def test_a_renamed_metric_is_the_mean_over_ranks_with_rows(backend: Any, store: Any) -> None:
     columns = write(store.get_train_data_path(), 37, seed=0)
     # One rank has no rows.
@@ -366,27 +282,6 @@ def test_the_error_of_a_step_for_inputs_alone_describes_the_data(backend: Any, s
         r"data\[0\]",
     ):
         fit(backend, store, model, epochs=1)
-
-
-def test_a_loss_of_gathered_pairs_trains_as_one_process(backend: Any, store: Any) -> None:
-    series = write(store.get_train_data_path(), 13, seed=0)["series"]
-    shifted = (2 * series - 0.5).astype(np.float32)
-    write_columns(store.get_train_data_path(), {"anchor": series, "positive": shifted})
-    model = make_pairs()
-    params = {"feature_cols": ["anchor"], "label_cols": ["positive"], "label_shapes": [[-1, 6, 3]]}
-    estimator = make_estimator(
-        store, 2, backend=backend, model=model, optimizer=None, loss=None, batch_size=4, **params
-    )
-    fitted = estimator.setEpochs(2).fit_on_parquet()
-    alone = make_pairs()
-    # Ranks have unequal rows in the last batch.
-    for rows in global_batches(13, 2, 4) * 2:
-        alone.train_step([tf.reshape(column[rows], (-1, 6, 3)) for column in (series, shifted)])
-    assert_same_weights(fitted.getModel(), alone)
-    moved = [
-        np.abs(a - b).max() for a, b in zip(alone.get_weights(), model.get_weights(), strict=True)
-    ]
-    assert max(moved) > 0.05
 
 
 def mean_error(y_true: Any, y_pred: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Accumulation, callbacks, schedulers and restarts of Lightning on ranks match one process."""
+"""Optimizers, callbacks and averaged weights of Lightning on ranks match one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fewer_ranks import FourShards
 from lightning_reference import Regression, fit
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import (
-    EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
-    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from pytorch_lightning.loggers import CSVLogger
@@ -29,59 +25,7 @@ from reference import (
 )
 from variants import others_in_soak
 
-from hvd_estimators.lightning import LightningEstimator
-
 pytestmark = pytest.mark.integration
-
-
-def assert_equal_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
-    for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
-
-
-class Rows(torch.utils.data.Dataset[Any]):
-    """Rows of columns, for Lightning alone."""
-
-    def __init__(self, columns: dict[str, np.ndarray]) -> None:
-        names = ("features", "label", "weight")
-        self.columns = {name: torch.from_numpy(columns[name]) for name in names}
-
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        return {name: column[row] for name, column in self.columns.items()}
-
-
-class FourShardsEstimator(FourShards, LightningEstimator):
-    pass
-
-
-@pytest.mark.parametrize("kind", ["scheduler", "fewer"])
-def test_accumulated_batches_train_as_in_lightning_alone(
-    backend: Any, store: Any, kind: str
-) -> None:
-    # Seven batches, the last one smaller, by two, three or four: the end of an epoch cuts a step.
-    shards = 4 if kind == "fewer" else 2
-    columns = write_rows(Path(store.get_train_data_path()), 65 * shards)
-    params: dict[str, Any] = {"trainer_args": {"accumulate_grad_batches": 3}}
-    params["model"] = Regression("momentum")
-    alone: dict[str, Any] = {"accumulate_grad_batches": 3}
-    if kind == "scheduler":
-        schedule = {0: 4, 1: 2}
-        params["trainer_args"] = None
-        params["callbacks"] = [GradientAccumulationScheduler(schedule)]
-        alone = {"callbacks": [GradientAccumulationScheduler(schedule)]}
-    estimator = FourShardsEstimator if kind == "fewer" else LightningEstimator
-    model = fit(backend, store, estimator, batch_size=10, epochs=2, **params)
-
-    expected = Regression("momentum")
-    batches = global_batches(65 * shards, shards, 10)
-    assert [len(batch) for batch in batches[-2:]] == [10 * shards, 5 * shards]
-    rows = torch.utils.data.DataLoader(
-        Rows(columns), batch_sampler=[batch.tolist() for batch in batches]
-    )
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(max_epochs=2, accelerator="cpu", **dict.fromkeys(quiet, False), **alone)
-    trainer.fit(expected, rows)
-    assert_same_weights(model.getModel().net, expected.net)
 
 
 class Adversarial(LightningModule):
@@ -194,86 +138,6 @@ def test_callbacks_get_the_same_calls_and_exact_values_on_each_rank(
     expected = ((output - columns["label"][batches[-1]]) ** 2).mean()
     found = model.getHistory()[-1]["train"]["train_mse"]
     assert found == pytest.approx(expected.item(), rel=1e-4)
-
-
-class Worsening(Regression):
-    """Model with a validation loss that rises after the second epoch."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", torch.tensor([3.0, 1.0, 2.0, 4.0, 5.0, 6.0])[self.current_epoch])
-
-
-def test_early_stopping_returns_the_best_weights(backend: Any, store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 64)
-    write_rows(Path(store.get_val_data_path()), 10, seed=1)
-
-    def fit_up_to(epochs: int) -> Any:
-        return fit(
-            backend,
-            store,
-            model=Worsening(),
-            validation=0.5,
-            batch_size=16,
-            epochs=epochs,
-            run_id="best",
-            callbacks=[
-                EarlyStopping("val_loss", patience=2),
-                ModelCheckpoint(monitor="val_loss", filename="best-{epoch}", dirpath="/nowhere"),
-            ],
-        )
-
-    model = fit_up_to(6)
-    # The second epoch is the best one, and two more do not improve on it.
-    assert len(model.getHistory()) == 4
-    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=2)
-    assert_same_weights(model.getModel().net, expected)
-    files = sorted(path.name for path in Path(store.get_run_path("best"), "checkpoints").iterdir())
-    assert {name.partition("-0")[0] for name in files} == {"best-epoch=1.ckpt", "checkpoint"}
-    # The run has stopped, and stays so.
-    again = fit_up_to(9)
-    assert again.getHistory() == model.getHistory()
-    assert_same_weights(again.getModel().net, expected)
-    assert store.load_history("best").equals(model.history_frame())
-
-
-class Scheduled(Regression):
-    """Two schedulers: one per epoch, and one by validation loss."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
-        return [optimizer], [
-            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7),
-            {
-                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
-                    optimizer, factor=0.5, patience=0, threshold=10.0
-                ),
-                "monitor": "val_loss",
-            },
-        ]
-
-
-def test_a_resumed_run_ends_as_an_uninterrupted_one(backend: Any, store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 100)
-    write_rows(Path(store.get_val_data_path()), 10, seed=1)
-    settings = {
-        "shuffle": True,
-        "scale_learning_rate": True,
-        "batch_size": 16,
-        "validation": 0.5,
-    }
-
-    def run(run_id: str, epochs: int) -> Any:
-        callbacks = [EarlyStopping("val_loss", patience=5)]
-        given = {**settings, "run_id": run_id, "epochs": epochs, "callbacks": callbacks}
-        return fit(backend, store, model=Scheduled(), **given)
-
-    whole = run("whole", 4)
-    run("parts", 2)
-    resumed = run("parts", 4)
-    assert_equal_bits(resumed.getModel(), whole.getModel())
-    assert resumed.getHistory() == whole.getHistory()
-    # All epochs exist: the fit returns the trained model without training.
-    assert_equal_bits(run("parts", 3).getModel(), whole.getModel())
 
 
 def test_rates_are_scaled_for_training_and_logged_unscaled(backend: Any, store: Any) -> None:

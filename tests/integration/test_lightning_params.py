@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import pytest
 import torch
-from backends import InProcessBackend
-from lightning_reference import Regression, RegressionSteps, fit
-from parquet_files import write_columns
-from pytorch_lightning import LightningDataModule, LightningModule
+from lightning_reference import fit
+from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
 from reference import (
@@ -24,7 +21,7 @@ from reference import (
     write_rows,
 )
 
-from hvd_estimators.exceptions import NotFiniteError, ParamError
+from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
 
@@ -93,104 +90,6 @@ def test_a_custom_data_module_receives_the_documented_arguments(backend: Any, st
     assert_same_weights(model.getModel().net, expected)
 
 
-class TodaysRegression(RegressionSteps, lightning.LightningModule):
-    """Module of the current import, ``import lightning``."""
-
-
-class TodaysData(UsersDataSteps, lightning.LightningDataModule):
-    """Data module of the current import, ``import lightning``."""
-
-
-def test_objects_of_the_lightning_package_train(backend: Any, store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 64)
-    write_rows(Path(store.get_val_data_path()), 10, seed=1)
-    callbacks = lightning.pytorch.callbacks
-    settings = {
-        "model": TodaysRegression(),
-        "batch_size": 16,
-        "callbacks": [callbacks.ModelCheckpoint(monitor="val_loss"), callbacks.RichModelSummary()],
-        "trainer_args": {"gradient_clip_val": 1e6},
-    }
-    model = fit(
-        backend,
-        store,
-        **settings,
-        validation=0.5,
-        logger=lightning.pytorch.loggers.CSVLogger("/nowhere", name="", version=""),
-        profiler="simple",
-        run_id="todays",
-    )
-    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=1)
-    assert isinstance(model.getModel(), lightning.LightningModule)
-    assert_same_weights(model.getModel().net, expected)
-    logs = Path(store.get_logs_path("todays"))
-    assert "val_loss" in (logs / "metrics.csv").read_text()
-    assert list((logs / "profile").iterdir())
-
-    settings.pop("callbacks")
-    model = fit(backend, store, **settings, data_module=TodaysData)
-    batches = [np.arange(32), np.arange(32, 64)]
-    expected = train_alone(columns, batches, OPTIMIZERS["adam"], epochs=1)
-    assert_same_weights(model.getModel().net, expected)
-
-    with pytest.raises(ParamError, match=r"model .* package lightning\.pytorch, and callb"):
-        fit(backend, store, **settings, callbacks=[ModelCheckpoint()])
-
-
-class Digits(LightningModule):
-    """A small convolutional net for images of 8 by 8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 8, 3, padding=1),
-            torch.nn.BatchNorm2d(8),
-            torch.nn.ReLU(),
-            torch.nn.MaxPool2d(2),
-            torch.nn.Flatten(),
-            torch.nn.Linear(128, 10),
-        )
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.layers(pixels.reshape(-1, 1, 8, 8) / 16)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self(batch["pixels"]), batch["digit"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.005)
-
-
-def test_a_convolutional_net_is_as_accurate_as_in_one_process(backend: Any, store: Any) -> None:
-    from sklearn.datasets import load_digits
-
-    pixels, digits = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(digits))
-    pixels, digits = pixels[order].astype(np.float32), digits[order]
-    columns = {"pixels": pixels[:1400], "digit": digits[:1400]}
-    write_columns(store.get_train_data_path(), columns)
-
-    def accuracy(ranks: Any, batch_size: int) -> float:
-        model = fit(
-            ranks,
-            store,
-            model=Digits(),
-            feature_cols=["pixels"],
-            label_cols=["digit"],
-            shuffle=True,
-            batch_size=batch_size,
-            epochs=8,
-        )
-        with torch.no_grad():
-            scores = model.getModel()(torch.from_numpy(pixels[1400:]))
-        return float((scores.argmax(dim=1).numpy() == digits[1400:]).mean())
-
-    alone, together = accuracy(InProcessBackend(), 64), accuracy(backend, 32)
-    assert alone > 0.9
-    assert together > alone - 0.01
-
-
 def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: Any) -> None:
     import horovod.torch as hvd
 
@@ -209,19 +108,6 @@ def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: A
     for found, wanted in zip(model.getModel().net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
     assert list(Path(store.get_logs_path("profiled"), "profile").iterdir())
-
-
-class Exploding(Regression):
-    """Model with an infinite loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * float("inf")
-
-
-def test_training_ends_at_a_loss_that_is_not_finite(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 32)
-    with pytest.raises(NotFiniteError, match=r"at step 1 of the run .*the loss of rank 0 is inf"):
-        fit(InProcessBackend(), store, model=Exploding(), terminate_on_nan=True)
 
 
 def test_mlflow_logs_to_the_logs_of_the_run(

@@ -11,7 +11,7 @@ import torch
 from backends import InProcessBackend
 from lightning_reference import Regression, fit
 from pytorch_lightning import LightningDataModule, LightningModule
-from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint
 from reference import (
     OPTIMIZERS,
     WIDTH,
@@ -21,8 +21,6 @@ from reference import (
     write_rows,
 )
 from resuming import kept_checkpoints
-
-from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
 
@@ -132,49 +130,6 @@ def test_a_checkpoint_callback_of_the_module_selects_the_best_model(
     assert_same_weights(model.getModel().net, expected)
     assert Path(store.get_run_path("own"), "checkpoints", "best.ckpt").exists()
     assert "cannot pickle '_thread.lock' object" in caplog.text
-
-
-class Seen(Regression):
-    """Module that records the first feature of each row."""
-
-    def on_train_start(self) -> None:
-        self.rows: list[list[float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.rows.append(batch["features"][:, 0].tolist())
-        return super().training_step(batch, batch_idx)
-
-
-def test_limited_batches_are_the_same_in_each_epoch(backend: Any, store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 100)
-    arguments = {"limit_train_batches": 2}
-    settings = {"batch_size": 10, "shuffle": False, "epochs": 3, "trainer_args": arguments}
-    rows = fit(backend, store, model=Seen(), **settings).getModel().rows
-    assert len(rows) == 6
-    assert rows[0] != rows[1]
-    assert rows[:2] == rows[2:4] == rows[4:]
-
-
-def test_max_steps_alone_ends_training(backend: Any, store: Any, tmp_path: Path) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 64)
-    called = str(tmp_path / "called")
-    counting = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: Path(f"{called}-{trainer.global_step}").touch()
-    )
-    model = fit(
-        backend,
-        store,
-        batch_size=16,
-        callbacks=[counting],
-        trainer_args={"max_epochs": -1, "max_steps": 5},
-    )
-    batches = global_batches(64, 2, 16)
-    expected = train_alone(columns, (batches * 3)[:5], OPTIMIZERS["adam"], epochs=1)
-    assert_same_weights(model.getModel().net, expected)
-    assert Path(f"{called}-5").exists()
-    for arguments in ({"max_epochs": -1}, {"max_epochs": 0}):
-        with pytest.raises(ParamError, match=r"train nothing|without end"):
-            fit(backend, store, trainer_args=arguments)
 
 
 class Running(LightningDataModule):

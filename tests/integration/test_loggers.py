@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import keras
 import pytest
 import reference
 import torch
-from keras_reference import pooled_estimator
 from rank_pool import shared_ranks
 from reference import write_rows
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -178,51 +176,3 @@ def test_a_new_run_whose_logger_cannot_start_leaves_nothing(store: Any, tmp_path
     with pytest.raises(LoggerError, match=expected):
         reference.fit(store, 2, "sgd", run_id="rejected", loggers=[Notes(tmp_path / "notes")])
     assert not Path(store.get_runs_path(), "rejected").exists()
-
-
-@pytest.mark.soak
-def test_keras_logs_continue_after_a_resume(store: Any, tmp_path: Path) -> None:
-    write_rows(Path(store.get_train_data_path()), 101)
-    write_rows(Path(store.get_val_data_path()), 31, seed=1)
-    path = tmp_path / "notes"
-
-    def fit(epochs: int) -> Any:
-        return pooled_estimator(
-            store,
-            2,
-            epochs=epochs,
-            batch_size=16,
-            validation=0.1,
-            metrics=["mae"],
-            run_id="logged",
-            scale_learning_rate=True,
-            # It changes the rate at the end of each epoch, after it was used.
-            callbacks=[
-                keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=1e9, factor=0.5),
-                keras.callbacks.TensorBoard("elsewhere"),
-            ][: 1 if epochs < 3 else 2],
-            loggers=[Notes(path)],
-        ).fit_on_parquet()
-
-    fit(1)
-    fit(2)
-    history = fit(3).getHistory()
-    rates = [0.05, 0.05, 0.025]
-    assert history["learning_rate"] == pytest.approx(rates)
-    metrics = [
-        {name: values[epoch] for name, values in history.items() if name != "epoch"}
-        for epoch in range(3)
-    ]
-    check_notes(path, metrics, [(0, 1), (1, 2), (2, 3)])
-
-    scalars = shown_scalars(store.get_logs_path("logged"))
-    assert [step for step, _ in scalars["rows_per_second"]] == [0, 1, 2]
-    assert scalars["learning_rate"] == list(enumerate(map(pytest.approx, rates)))
-    # The TensorBoard callback of the third fit writes losses and metrics in its own folders.
-    for tag, name in (("train/loss", "loss"), ("validation/mae", "val_mae")):
-        assert scalars[tag] == list(enumerate(map(pytest.approx, history[name][:2])))
-    values, status, _ = hparams_page(store.get_runs_path())["logged/logs"]
-    assert values["epochs"] == 3
-    assert values["loss"] == "mse"
-    assert values["learning_rate"] == pytest.approx(0.05)
-    assert status == api_pb2.STATUS_SUCCESS

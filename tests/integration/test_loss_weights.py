@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from estimators import exact_params
 from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches, write_rows
 
@@ -48,20 +49,8 @@ def ranks() -> StandingBackend:
 
 
 def settings(ranks: Any, store: Any, run_id: str, epochs: int) -> dict[str, Any]:
-    return {
-        "backend": ranks,
-        "store": store,
-        "feature_cols": ["features"],
-        "label_cols": ["label"],
-        "column_dtypes": {"features": "float64"},
-        "batch_size": BATCH,
-        "epochs": epochs,
-        "run_id": run_id,
-        "shuffle": False,
-        "scale_learning_rate": False,
-        "random_seed": 3,
-        "verbose": 0,
-    }
+    more = {"epochs": epochs, "run_id": run_id, "column_dtypes": {"features": "float64"}}
+    return exact_params(ranks, store, batch_size=BATCH, **more)
 
 
 class Recorder:
@@ -202,64 +191,6 @@ def test_weights_of_a_loss_train_and_resume_as_in_one_process(
     ranks: Any, store: Any, tmp_path: Path, fit: Any
 ) -> None:
     check(ranks, store, tmp_path, "proxies", seeded(Proxies), fit)
-
-
-class Manifold(torch.nn.Module):
-    """``ManifoldLoss``, which takes no labels, with the same random numbers on all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from pytorch_metric_learning.losses import ManifoldLoss
-
-        self.loss = ManifoldLoss(l=SIZE, K=2)
-
-    def forward(self, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        loss: torch.Tensor = self.loss(embeddings)
-        return loss
-
-
-def library_losses() -> dict[str, tuple[Make, bool]]:
-    """Return the losses of pytorch-metric-learning that have weights, and whether they gather."""
-    from pytorch_metric_learning import losses
-
-    def made(name: str, **options: Any) -> Make:
-        return lambda: getattr(losses, name)(**options)
-
-    sizes = {"num_classes": CLASSES, "embedding_size": SIZE}
-    names = ("ArcFaceLoss", "CosFaceLoss", "LargeMarginSoftmaxLoss", "NormalizedSoftmaxLoss")
-    names += ("ProxyNCALoss", "SoftTripleLoss", "SphereFaceLoss", "SubCenterArcFaceLoss")
-    makers = {name: (made(name, **sizes), False) for name in names}
-    makers["P2SGradLoss"] = (
-        made("P2SGradLoss", descriptors_dim=SIZE, num_classes=CLASSES),
-        False,
-    )
-    makers["MultipleLosses"] = (
-        lambda: losses.MultipleLosses(
-            [losses.ArcFaceLoss(**sizes), losses.CosFaceLoss(**sizes)], weights=[1.0, 0.5]
-        ),
-        False,
-    )
-    # These compare rows with each other.
-    makers["ProxyAnchorLoss"] = (made("ProxyAnchorLoss", **sizes), True)
-    makers["MarginLoss"] = (made("MarginLoss", learn_beta=True, num_classes=CLASSES), True)
-    makers["ManifoldLoss"] = (Manifold, True)
-    return makers
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("fit", [fit_with_own_optimizer, fit_in_module])
-def test_all_losses_of_pytorch_metric_learning_with_weights_train_and_resume(
-    ranks: Any, store: Any, tmp_path: Path, fit: Any
-) -> None:
-    failures = {}
-    for name, (make, gathers) in library_losses().items():
-        try:
-            check(ranks, store, tmp_path, name, seeded(make), fit, gathers)
-        except Exception as error:
-            failures[name] = f"{type(error).__name__}: {str(error)[-1500:]}"
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
 def test_weights_of_a_loss_in_the_optimizer_of_the_model_are_an_error(store: Any) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import exact_params
 from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
-from variants import others_in_soak
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
@@ -144,20 +143,9 @@ def settings(backend: Any, store: Any, **params: Any) -> dict[str, Any]:
     if not isinstance(model, LightningModule):
         params.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=RATE))
         params.setdefault("loss", torch.nn.CrossEntropyLoss())
-    return {
-        "backend": backend,
-        "store": store,
-        "feature_cols": features,
-        "label_cols": labels,
-        "column_dtypes": {c: "int64" for c in (*features, *labels) if c != "number"},
-        "shuffle": False,
-        "scale_learning_rate": False,
-        "random_seed": 3,
-        "batch_size": BATCH,
-        "epochs": 1,
-        "verbose": 0,
-        **params,
-    }
+    dtypes = {c: "int64" for c in (*features, *labels) if c != "number"}
+    own = {"feature_cols": features, "batch_size": BATCH, "epochs": 1, "column_dtypes": dtypes}
+    return exact_params(backend, store, **{**own, **params})
 
 
 def torch_fit(backend: Any, store: Any, **params: Any) -> Any:
@@ -166,27 +154,6 @@ def torch_fit(backend: Any, store: Any, **params: Any) -> Any:
 
 def lightning_fit(backend: Any, store: Any, **params: Any) -> Any:
     return LightningEstimator(**settings(backend, store, logger=False, **params)).fit_on_parquet()
-
-
-@pytest.mark.parametrize("passes", others_in_soak(2, 1))
-def test_a_function_states_its_denominator(backend: Any, store: Any, passes: int) -> None:
-    columns, held_out = write_both(store)
-    model = torch_fit(
-        backend,
-        store,
-        model=language_model(),
-        input_form="keyword",
-        feature_cols=["input_ids", "attention_mask"],
-        loss=lm_loss,
-        backward_passes_per_step=passes,
-        validation=0.5,
-        val_batch_size=2,
-    )
-    expected = train_alone(language_model(), columns, own_loss, passes=passes)
-    assert_same_weights(model.getModel(), expected)
-    with torch.no_grad():
-        reference = float(own_loss(model.getModel(), held_out))
-    assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
 
 
 def test_losses_of_several_labels_have_separate_denominators(backend: Any, store: Any) -> None:
@@ -289,53 +256,6 @@ def test_a_contrastive_loss_of_gathered_outputs_trains_as_one_process(
     model = torch_fit(backend, store, model=TokenNet(), train_minibatch_fn=step)
     expected = train_alone(TokenNet(), columns, lambda net, b: contrast(net(b["input_ids"])))
     assert_same_weights(model.getModel(), expected)
-
-
-class LanguageModule(LightningModule):
-    """Hugging Face's model with its own loss, as in Lightning's examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = language_model()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found = {
-            "loss": own_loss(self.net, batch),
-            "denominator": (batch["label"] != -100).sum(),
-        }
-        self.log("train_loss", found["loss"], on_epoch=True)
-        return found
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, tokens = own_loss(self.net, batch), (batch["label"] != -100).sum()
-        self.log("val_loss", loss, batch_size=int(tokens))
-        self.log("val_rows", float(len(batch["label"])), reduce_fx="sum")
-        return {"loss": loss, "denominator": tokens}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
-def test_a_lightning_module_states_its_denominator(backend: Any, store: Any) -> None:
-    columns, held_out = write_both(store)
-    model = lightning_fit(
-        backend,
-        store,
-        model=LanguageModule(),
-        feature_cols=["input_ids", "attention_mask"],
-        backward_passes_per_step=2,
-        validation=0.5,
-        val_batch_size=2,
-    )
-    net = model.getModel().net.eval()
-    expected = train_alone(language_model(), columns, own_loss, passes=2)
-    assert_same_weights(net, expected)
-    with torch.no_grad():
-        reference = float(own_loss(net, held_out))
-    measured = model.getHistory()[-1]["validation"]
-    assert measured["loss"] == pytest.approx(reference, rel=1e-5)
-    assert measured["val_loss"] == pytest.approx(reference, rel=1e-5)
-    assert measured["val_rows"] == 11
 
 
 class ByLoss(torch.optim.Optimizer):
@@ -446,15 +366,3 @@ def test_closures_divide_the_loss_by_the_denominator_of_all_ranks(
 
         optimizer.step(closure)
     assert_same_weights(net, expected)
-
-
-def test_a_stated_denominator_with_a_second_loss_is_rejected(backend: Any, store: Any) -> None:
-    write_tokens(Path(store.get_train_data_path()))
-    with pytest.raises(ParamError, match="must be the only loss"):
-        torch_fit(
-            backend,
-            store,
-            model=TokenNet(with_number=True),
-            label_cols=["label", "number"],
-            loss=[stated, functional.mse_loss],
-        )

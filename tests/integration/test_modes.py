@@ -1,4 +1,4 @@
-"""Modules whose calls differ: by mode, as in detection, or at the first call."""
+"""Modules whose calls differ by mode, as in detection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from reference import global_batches, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits
 
-from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -100,69 +99,6 @@ def test_a_module_that_returns_losses_in_training_trains_and_predicts(
     found = load(document)([columns["features"], columns["label"]])
     for value, other in zip(found, (expected["scores"], expected["boxes"]), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
-
-
-def test_the_dry_run_says_in_which_mode_it_called(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), ROWS)
-    write_rows(Path(store.get_val_data_path()), ROWS)
-    net = Detector()
-    estimator = TorchEstimator(
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
-        loss=total,
-        loss_form="joint",
-        feature_cols=["features", "label"],
-        label_cols=[],
-        outputs=["boxes"],
-        verbose=0,
-    )
-    cases = {
-        "'loss_box'.*called in evaluation mode": {"validation": 0.5},
-        "the names boxes, scores.*called in evaluation mode": {"outputs": ["loss_box"]},
-        "'boxes'.*called in training mode": {"loss": lambda outputs: outputs["boxes"].mean()},
-    }
-    for message, changed in cases.items():
-        with pytest.raises(ShapeError, match=message):
-            estimator.copy(changed).fit_on_parquet()
-
-
-class Variational(torch.nn.Module):
-    """Module that draws its weights at the first call, as gpytorch's variational strategies do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.nn.Parameter(torch.zeros(4))
-        self.register_buffer("is_initialized", torch.tensor(False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_initialized:
-            self.mean.data.normal_()
-            self.is_initialized.fill_(True)
-        return x @ self.mean
-
-
-def test_a_module_that_draws_weights_at_its_first_call_is_called_before_the_fit(
-    ranks: Any, store: Any
-) -> None:
-    write_rows(Path(store.get_train_data_path()), ROWS)
-    net = Variational()
-    estimator = TorchEstimator(
-        backend=ranks,
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["features"],
-        label_cols=["label"],
-        random_seed=1,
-        verbose=0,
-    )
-    with pytest.raises(AssertionError, match=r"weights: mean.* call the model once before fit\(\)"):
-        estimator.fit_on_parquet()
-    net(torch.zeros(1, 4))
-    estimator.fit_on_parquet()
-    assert len({result.weights_digest for result in ranks.results}) == 1
 
 
 class Normalized(torch.nn.Module):

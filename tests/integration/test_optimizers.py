@@ -9,6 +9,7 @@ import cloudpickle
 import optimizers
 import pytest
 import torch
+from estimators import exact_params
 from optimizers import (
     ILL_CONDITIONED,
     SINGLE_INSIDE,
@@ -16,8 +17,6 @@ from optimizers import (
     import_timm_optimizers,
     make_net,
     other_optimizers,
-    packages_with_many,
-    refused,
     step_of,
     torch_optimizers,
     train_alone,
@@ -48,21 +47,9 @@ def import_timm_optimizers_there() -> None:
 
 
 def settings(backend: Any, store: Any, run_id: str, epochs: int) -> dict[str, Any]:
-    return {
-        "backend": backend,
-        "store": store,
-        "feature_cols": ["features"],
-        "label_cols": ["label"],
-        "column_dtypes": {"features": "float64", "label": "float64"},
-        "batch_size": BATCH,
-        "epochs": epochs,
-        "run_id": run_id,
-        "shuffle": False,
-        "scale_learning_rate": False,
-        "random_seed": 3,
-        "dry_run": False,
-        "verbose": 0,
-    }
+    dtypes = {"features": "float64", "label": "float64"}
+    more = {"epochs": epochs, "run_id": run_id, "column_dtypes": dtypes, "dry_run": False}
+    return exact_params(backend, store, batch_size=BATCH, **more)
 
 
 def mse_of_any_dtype(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -153,36 +140,10 @@ def test_optimizers_of_other_packages_train_and_resume_as_one_process(
 
 
 @pytest.mark.soak
-def test_optimizers_in_lightning_train_and_resume_as_one_process(ranks: Any, store: Any) -> None:
-    names = ["torch.optim.LBFGS-strong_wolfe", "timm.optim.Lookahead", "torch.optim.SparseAdam"]
-    names += ["schedulefree.AdamWScheduleFree", "own.SlowWeights"]
-    check_all(ranks, store, [fit_lightning], chosen(names), whole=True)
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("fit", [fit_torch, fit_lightning])
 def test_all_optimizers_train_and_resume_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
     check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(6000)
-def test_all_optimizers_of_packages_with_many_train_and_resume_as_one_process(
-    ranks: Any, store: Any
-) -> None:
-    check_all(ranks, store, [fit_torch], packages_with_many(), whole=False)
-
-
-@pytest.mark.soak
-def test_the_other_optimizers_of_packages_with_many_are_refused_before_training(
-    ranks: Any, store: Any
-) -> None:
-    write_rows(Path(store.get_train_data_path()), ROWS)
-    common = {**settings(ranks, store, "refused", 1), "dry_run": True}
-    for name, (message, make) in refused().items():
-        with pytest.raises(ParamError, match=message):
-            fit_torch(name, make, common)
 
 
 def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, store: Any) -> None:

@@ -27,7 +27,6 @@ NOTICES = (
     "💡",
     "litlogger",
 )
-HARDWARE = ("GPU available", "TPU available")
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +84,3 @@ def test_keras_ranks_print_notices_only_on_request(
     asked = {"TF_CPP_MIN_LOG_LEVEL": "0"}
     LocalBackend(1, env=asked, stdout=everything, stderr=everything).run(use_tensorflow)
     assert printed_lines(everything.getvalue())
-
-
-def test_lightning_does_not_print_advertisements(
-    store: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 32)
-    for verbose in (0, 1, 2):
-        output = io.StringIO()
-        backend = LocalBackend(2, stdout=output, stderr=output)
-        lightning_reference.fit(backend, store, verbose=verbose)
-        driver = capfd.readouterr()
-        shown = output.getvalue()
-        assert not printed_lines(shown + driver.err + driver.out)
-        assert not printed_lines(driver.err + driver.out, HARDWARE)
-        assert bool(printed_lines(shown, HARDWARE)) == (verbose == 2)

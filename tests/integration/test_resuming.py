@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 import resuming
 import torch
-from lightning_reference import fit as fit_lightning
-from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import EarlyStopping
-from pytorch_lightning.plugins import MixedPrecision
 from reference import fit, write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
 from saved_checkpoints import read_state
@@ -221,121 +217,6 @@ def test_a_nan_loss_ends_all_ranks_and_keeps_the_last_good_checkpoint(
     assert newest("nan") == (1, 16)
     resumed = run("nan", loss_constructors=never)
     assert_equal_bits(end_of(store, resumed, "nan"), whole)
-
-
-class Scaled:
-    """Custom step with a scaler, which skips steps with infinite scaled gradients."""
-
-    def __init__(self) -> None:
-        # With a loss of about ten, the first steps are skipped.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=9)
-
-    def __call__(
-        self, model: Any, optimizer: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any
-    ) -> Any:
-        optimizer.zero_grad()
-        outputs, aligned = align(model(*inputs), labels)
-        loss = loss_fn(outputs, aligned)
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return outputs, loss
-
-
-def test_a_custom_scaler_skips_the_same_steps_on_all_ranks_and_resumes(
-    backend: Any, store: Any
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 112)
-    write_rows(Path(store.get_val_data_path()), 30, seed=1)
-
-    def run(run_id: str) -> list[Any]:
-        every = {"checkpoint_every_n_steps": 5, "keep_checkpoints": 99}
-        model = torch_run(store, backend, run_id, train_minibatch_fn=Scaled(), epochs=2, **every)
-        assert len({result.weights_digest for result in backend.results}) == 1
-        return end_of(store, model, run_id)
-
-    whole = run("whole")
-    scaler = whole[3]["held"]["train_minibatch_fn.scaler"]
-    assert 1.0 < scaler["scale"] < 2.0**126
-    (steps,) = {int(state["step"]) for state in whole[3]["optimizer"]["state"].values()}
-    assert 5 < steps < 14
-    resumed = {position: run_id for run_id, position in kept_checkpoints(store, "whole")}
-    assert_equal_bits(run(resumed[0, 80]), whole)
-    assert_equal_bits(run(resumed[1, 48]), whole)
-
-
-class Chancy(LightningModule):
-    """Module with batch-dependent draws and a scheduler, trained with a loss scaler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = DataDependent()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
-        self.log("loss", loss.detach())
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch["features"]).mean().abs() + self.current_epoch)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
-        }
-
-
-def lightning_run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
-    """Run a fit, and return its complete final state."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    stopping = EarlyStopping("val_loss", patience=2)
-    model = fit_lightning(
-        backend,
-        store,
-        model=Chancy(),
-        callbacks=[stopping],
-        trainer_args={"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]},
-        run_id=run_id,
-        epochs=epochs,
-        shuffle=True,
-        scale_learning_rate=True,
-        batch_size=8,
-        validation=0.1,
-    )
-    path = store.get_checkpoints(run_id)[-1]
-    state = read_state(store, path)
-    # The same call as in Lightning.
-    saved = torch.load(path, weights_only=False)
-    saved["loops"] = None
-    history = [vars(record) for record in state.history]
-    return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
-
-
-def test_a_lightning_run_resumes_from_each_epoch(backend: Any, store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 107)
-    write_rows(Path(store.get_val_data_path()), 30, seed=1)
-    whole = lightning_run(store, backend, "whole", 5)
-    for epochs in (1, 2):
-        lightning_run(store, backend, "parts", epochs)
-    # The damaged epoch is trained once more, from the previous checkpoint.
-    Path(store.get_checkpoints("parts")[-1]).write_bytes(b"damaged")
-    for epochs in (2, 5):
-        parts = lightning_run(store, backend, "parts", epochs)
-    assert_equal_bits(parts, whole)
-    saved = whole[2]
-    # Only the first steps were skipped, because the scale was too large.
-    scale = saved["MixedPrecision"]["scale"]
-    assert 1.0 < scale < 2.0**20
-    assert saved["lr_schedulers"][0]["num_bad_epochs"] in (0, 1)
-    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] < 0.01
-    # Validation is worse in each epoch, so training has stopped before the last one.
-    assert len(whole[0]) == 3
-    assert not torch.equal(*(buffers["net.drawn"] for buffers in saved["hvd_estimators.buffers"]))
 
 
 def setup_module() -> None:

@@ -106,47 +106,6 @@ def test_failed_writes_raise_and_keep_the_previous_checkpoint(
     assert newest(direct) == 3
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
-def test_multipart_checkpoint_writes_are_retried_until_they_succeed(
-    s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
-) -> None:
-    save(store_behind_proxy, 1)
-    if kind == "gone":
-        # For ten seconds, from the second part on.
-        def go_away() -> None:
-            proxy.stop()
-            time.sleep(10)
-            proxy.start()
-
-        threading.Thread(target=act_on, args=(proxy, 1, go_away)).start()
-        fault = None
-    else:
-        fault = proxy.fault(kind, matches=is_part, after=1, times=7)
-    save(store_behind_proxy, 2, 130 * 1024 * KIB)
-    assert fault is None or fault.happened == 7
-    assert len(parts(proxy)) >= 3
-    direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
-    assert newest(direct) == 2
-
-
-def is_part(method: str, path: str) -> bool:
-    return method == "PUT" and ".ckpt" in path and "partNumber=" in path
-
-
-def parts(proxy: FaultProxy) -> list[tuple[str, str]]:
-    return [seen for seen in proxy.seen if is_part(*seen)]
-
-
-def act_on(proxy: FaultProxy, number: int, action: Callable[[], None]) -> None:
-    """Act once the proxy has seen a number of parts of an upload."""
-    deadline = time.monotonic() + 60
-    while len(parts(proxy)) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    action()
-
-
 def test_a_truncated_response_is_read_to_its_end(
     proxy: FaultProxy, store_behind_proxy: Any
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 import random
@@ -24,7 +23,6 @@ from reference import (
     write_rows,
 )
 from torch.utils.checkpoint import checkpoint
-from variants import others_in_soak
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.torch import TorchEstimator
@@ -142,121 +140,6 @@ def test_each_row_contributes_once_per_epoch(store: Any, rows: int, ranks: int) 
     assert moved.sum() == pytest.approx(epochs * len(sizes), rel=1e-4)
 
 
-@dataclasses.dataclass
-class Answers:
-    label: torch.Tensor | None = None
-    aux: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-
-
-class ByName(torch.nn.Module):
-    """Module that takes a dict and returns named outputs, in another order than the labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-        self.other = torch.nn.Linear(4, 1)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> Answers:
-        x, shift = batch["features"], batch["id"] / 100
-        return Answers(label=self.net(x), aux=x, weight=self.other(x)[:, 0] + shift)
-
-
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("backend", others_in_soak(None, "aot_eager"))
-def test_named_inputs_and_outputs_train_as_one_process(
-    store: Any, tmp_path: Path, backend: str | None
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-    net = ByName()
-    alone = copy.deepcopy(net)
-    given: Any = net if backend is None else torch.compile(net, backend=backend)
-    model, _ = fit(
-        store,
-        2,
-        "sgd",
-        model=given,
-        optimizer=OPTIMIZERS["momentum"](given.parameters()),
-        feature_cols=["id", "features"],
-        label_cols=["weight", "label"],
-        loss_weights=[0.25, 1.0],
-        input_form="dict",
-        batch_size=16,
-        epochs=2,
-    )
-    optimizer = OPTIMIZERS["momentum"](alone.parameters())
-    tensors = {name: torch.from_numpy(array).float() for name, array in columns.items()}
-    for rows in global_batches(65, 2, 16) * 2:
-        batch = {name: tensor[rows] for name, tensor in tensors.items()}
-        found = alone(batch)
-        optimizer.zero_grad()
-        errors = [(getattr(found, n).reshape(-1) - batch[n]) ** 2 for n in ("weight", "label")]
-        (0.25 * errors[0].mean() + errors[1].mean()).backward()
-        optimizer.step()
-    trained = model.getModel()
-    # The returned model has the given type and keeps the plain module's weight names on disk.
-    assert type(trained) is type(given)
-    assert_same_weights(trained, alone)
-    assert model.getOptimizer().param_groups[0]["params"][0] is next(trained.parameters())
-    assert model.getOutputShapes() == [[], [1]]
-    model.save(str(tmp_path / "model"))
-    (weights,) = Path(tmp_path, "model").rglob("weights.pt")
-    assert torch.load(weights).keys() == net.state_dict().keys()
-    loaded = type(model).load(str(tmp_path / "model"))
-    assert type(loaded.getModel()) is type(given)
-    assert loaded.getInputForm() == "dict"
-    document, load = loaded._make_predictor()
-    predicted = load(document)([columns["id"], columns["features"]])
-    with torch.no_grad():
-        expected = alone(tensors)
-    np.testing.assert_allclose(predicted[0], expected.weight, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(predicted[1], expected.label, rtol=1e-4, atol=1e-4)
-
-
-class Strided(torch.nn.Module):
-    """Module with tensors in unusual memory order and of dtypes that Horovod lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        norms = torch.nn.utils.parametrizations
-        self.channels = torch.nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
-        self.turned = norms.orthogonal(torch.nn.Linear(4, 4))
-        self.last = norms.weight_norm(torch.nn.Linear(4, 1))
-        self.wave = torch.nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.register_buffer("signs", torch.tensor([[True, False], [False, True]]).t()[:, :1])
-        self.register_buffer("shift", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.channels(x.reshape(-1, 2, 1, 2)).flatten(1)
-        found = torch.fft.ifft(torch.fft.fft(found) * self.wave).real
-        return self.last(torch.tanh(self.turned(found))) + self.shift[1, 1] * self.signs[0]
-
-
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_all_strides_and_dtypes_train_as_one_process(store: Any, library: str) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 101)
-    net = Strided()
-    alone = copy.deepcopy(net)
-    assert not all(t.is_contiguous() for t in net.parameters())
-    optimizer = OPTIMIZERS["momentum"](net.parameters())
-    params = {"model": net, "optimizer": optimizer, "collectives": library}
-    model, backend = fit(store, 2, "sgd", batch_size=16, epochs=2, **params)
-
-    optimizer = OPTIMIZERS["momentum"](alone.parameters())
-    x, y = (torch.from_numpy(columns[name]) for name in ("features", "label"))
-    for rows in global_batches(101, 2, 16) * 2:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(alone(x[rows])[:, 0], y[rows]).backward()
-        optimizer.step()
-    trained = model.getModel()
-    assert_same_weights(trained, alone)
-    assert trained.channels.weight.is_contiguous(memory_format=torch.channels_last)
-    assert trained.shift.equal(net.shift)
-    assert len({result.weights_digest for result in backend.results}) == 1
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_weights_depend_on_the_seed_alone(store: Any, library: str) -> None:
     write_rows(Path(store.get_train_data_path()), 500)
@@ -321,31 +204,6 @@ def test_random_numbers_differ_between_ranks_and_steps(
     assert len(set(kept)) > 1
     for numbers in streams:
         assert len(set(numbers)) == 8
-
-
-@pytest.mark.parametrize("libraries", [("horovod", "horovod"), ("horovod", "torch")])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(
-    store: Any, tmp_path: Path, libraries: tuple[str, str]
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 200)
-    # Dropout resumes at the state of the interruption.
-    net = Drawing(tmp_path)
-    settings: dict[str, Any] = {
-        "model": net,
-        # Types that np.logspace and np.arange return.
-        "optimizer": torch.optim.Adam(net.parameters(), lr=np.float64(0.01)),
-        "shuffle": np.bool_(True),
-        "scale_learning_rate": True,
-        "batch_size": np.int64(16),
-    }
-    first, second = ({**settings, "collectives": library} for library in libraries)
-    whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **first)
-    fit(store, 2, "adam", epochs=np.int64(1), run_id="parts", **first)
-    resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **second)
-    assert [record["epoch"] for record in resumed.getHistory()] == [0, 1, 2]
-    for a, b in zip(whole.getModel().parameters(), resumed.getModel().parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert resumed.getOptimizer().param_groups[0]["lr"] == 0.01
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -27,33 +27,6 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
     return reference.fit(store, ranks, name, **{"backend": shared_ranks(ranks), **params})
 
 
-def test_transformation_fn_changes_rows_before_they_reach_the_model(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 100)
-
-    def double(row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, "features": row["features"] * 2}
-
-    model, _ = fit(store, 2, "sgd", batch_size=16, transformation_fn=double)
-    columns["features"] = columns["features"] * 2
-    expected = train_alone(columns, global_batches(100, 2, 16), OPTIMIZERS["sgd"], 1)
-    assert_same_weights(model.getModel(), expected)
-
-
-def test_cached_rows_train_as_rows_read_again(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    cached, read = (
-        fit(store, 2, "adam", epochs=3, inmemory_cache_all=cache)[0].getModel()
-        for cache in (True, False)
-    )
-    for a, b in zip(cached.parameters(), read.parameters(), strict=True):
-        assert torch.equal(a, b)
-    # Shuffling changes the order, which does not matter in steps over all rows.
-    whole = {"batch_size": 75, "epochs": 3, "shuffle": True, "inmemory_cache_all": True}
-    model, _ = fit(store, 2, "adam", **whole)
-    expected = train_alone(columns, [np.arange(150)], OPTIMIZERS["adam"], 3)
-    assert_same_weights(model.getModel(), expected)
-
-
 def test_train_steps_per_epoch_cuts_or_cycles_the_data(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 96)
     batches = global_batches(96, 2, 16)
@@ -62,14 +35,6 @@ def test_train_steps_per_epoch_cuts_or_cycles_the_data(store: Any) -> None:
         model, _ = fit(store, 2, "sgd", batch_size=16, train_steps_per_epoch=steps, epochs=3)
         taken = [batches[step % 3] for step in range(3 * steps)]
         assert_same_weights(model.getModel(), train_alone(columns, taken, OPTIMIZERS["sgd"], 1))
-
-
-def test_loss_constructors_make_losses_on_the_ranks(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 64)
-    for constructor in (torch.nn.MSELoss, lambda model, size: torch.nn.MSELoss()):
-        model, _ = fit(store, 2, "sgd", loss=None, loss_constructors=constructor, batch_size=16)
-        expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["sgd"], 1)
-        assert_same_weights(model.getModel(), expected)
 
 
 def test_compressed_gradients_are_close_to_exact_ones(store: Any) -> None:
@@ -119,23 +84,6 @@ def test_runs_are_deleted_if_the_store_does_not_keep_them(tmp_path: Path) -> Non
     fit(store, 1, "sgd")
     # The model and its state were exchanged through a folder that is deleted.
     assert list(Path(store.get_runs_path()).iterdir()) == []
-
-
-def test_event_files_hold_the_losses_of_the_history(store: Any) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write_rows(Path(store.get_train_data_path()), 64)
-    model, _ = fit(store, 1, "sgd", epochs=2, metrics=[[torch.nn.functional.l1_loss]])
-    logs = EventAccumulator(store.get_logs_path(model.getRunId()))
-    logs.Reload()
-    for tag, values in (
-        ("train/loss", [r["train"]["loss"] for r in model.getHistory()]),
-        (
-            "train/l1_loss",
-            [r["train"]["all_metrics"][0]["l1_loss"] for r in model.getHistory()],
-        ),
-    ):
-        assert [event.value for event in logs.Scalars(tag)] == pytest.approx(values, rel=1e-6)
 
 
 def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backends import InProcessBackend
+from estimators import exact_params
 from pytorch_lightning import Callback, LightningModule
 from rank_pool import StandingBackend, shared_ranks
 from reference import WIDTH, assert_same_weights, global_batches, make_net, write_rows
@@ -32,18 +33,8 @@ def fit_torch(backend: Any, store: Any, net: Any, optimizer: Any, **params: Any)
 
 
 def settings(backend: Any, store: Any) -> dict[str, Any]:
-    return {
-        "backend": backend,
-        "store": store,
-        "loss": torch.nn.functional.mse_loss,
-        "feature_cols": ["features"],
-        "label_cols": ["label"],
-        "batch_size": BATCH,
-        "shuffle": False,
-        "scale_learning_rate": False,
-        "random_seed": 3,
-        "verbose": 0,
-    }
+    loss = torch.nn.functional.mse_loss
+    return exact_params(backend, store, loss=loss, batch_size=BATCH)
 
 
 def batches(store: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -128,74 +119,6 @@ def test_parameters_unfrozen_during_training_train_as_one_process(
         found = fit("parts", epochs)
     for value, other in zip(found.parameters(), whole.parameters(), strict=True):
         assert torch.equal(value, other)
-
-
-def mask(net: torch.nn.Module) -> None:
-    net[0].weight.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) > 0))
-
-
-class Hooks:
-    """Callback that masks gradients, and limits weights after each step."""
-
-    def on_train_begin(self, module: Any, optimizer: Any) -> None:
-        mask(module)
-        hooked(optimizer)
-
-
-class MaskInLightning(Callback):
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        mask(pl_module.net)
-
-
-def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for value in optimizer.param_groups[0]["params"]:
-            value.data.clamp_(-0.3, 0.3)
-
-    optimizer.register_step_post_hook(clamp)
-    return optimizer
-
-
-class Clamped(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
-
-    def configure_optimizers(self) -> Any:
-        return hooked(torch.optim.SGD(self.net.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_hooks_train_as_in_one_process(ranks: Any, store: Any, framework: str) -> None:
-    data = batches(store)
-    expected = make_net()
-    optimizer = hooked(torch.optim.SGD(expected.parameters(), lr=0.1))
-    mask(expected)
-    for x, y in [*data, *data]:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(expected(x), y).backward()
-        optimizer.step()
-    for epochs in (1, 2):  # The second fit resumes the first.
-        common = {**settings(ranks, store), "run_id": "hooks", "epochs": epochs}
-        if framework == "torch":
-            net = make_net()
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            found = TorchEstimator(
-                **common, model=net, optimizer=optimizer, callbacks=[Hooks()]
-            ).fit_on_parquet()
-            trained = found.getModel()
-        else:
-            common["loss"] = None
-            found = LightningEstimator(
-                **common, model=Clamped(), logger=False, callbacks=[MaskInLightning()]
-            ).fit_on_parquet()
-            trained = found.getModel().net
-    assert_same_weights(trained, expected)
-    unchanged = make_net()[0].weight[:, 0].clamp(-0.3, 0.3)
-    assert torch.equal(trained[0].weight[:, 0], unchanged)
 
 
 class Gan(torch.nn.Module):
@@ -335,43 +258,6 @@ def test_unused_gradients_are_reported(store: Any, caplog: pytest.LogCaptureFixt
         fit_torch(InProcessBackend(), store, net, optimizer).fit_on_parquet()
     (message,) = [r.getMessage() for r in caplog.records if "no optimizer" in r.getMessage()]
     assert "0.weight, 0.bias" in message
-
-
-class StopAfter:
-    """Callback that stops training after an epoch, on one rank."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        import horovod.torch as hvd
-
-        if epoch == self.epoch and hvd.rank() == 1:
-            raise StopIteration
-
-
-def test_a_callback_on_one_rank_stops_the_run_for_good(ranks: Any, store: Any) -> None:
-    batches(store)
-
-    def fit(epoch: int, **more: Any) -> Any:
-        net = make_net()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        estimator = fit_torch(
-            ranks,
-            store,
-            net,
-            optimizer,
-            callbacks=[StopAfter(epoch)],
-            epochs=5,
-            run_id="stopped",
-            **more,
-        )
-        return estimator.fit_on_parquet()
-
-    first, again = fit(1), fit(9)
-    assert [len(model.getHistory()) for model in (first, again)] == [2, 2]
-    assert_same_weights(first.getModel(), again.getModel())
-    assert len(fit(9, resume_stopped=True).getHistory()) == 5
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning"])

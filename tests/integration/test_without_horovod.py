@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import documented
 import psutil
 import pytest
 from lean_environment import lean_environment
@@ -68,44 +66,6 @@ def test_torch_and_lightning_train_and_predict_on_spark(
     without_horovod: dict[str, str], tmp_path: Path
 ) -> None:
     assert output_of(without_horovod, JOB, "on_spark", tmp_path).endswith("done\n")
-
-
-@pytest.mark.soak
-def test_the_first_program_of_the_readme_runs(
-    with_torch_alone: dict[str, str], tmp_path: Path
-) -> None:
-    block = documented.blocks_of(documented.ROOT / "README.rst")[0]
-    program = tmp_path / "digits.py"
-    program.write_text(block.text.replace("/tmp/", f"{tmp_path}/"))
-
-    # No window, and no Spark progress bar between the lines.
-    quiet = {
-        "MPLBACKEND": "agg",
-        "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.showConsoleProgress=false pyspark-shell",
-    }
-
-    printed = output_of({**with_torch_alone, **quiet}, program)
-
-    assert documented.prints(block.shown, printed), printed
-
-
-@pytest.mark.soak
-def test_keras_trains_and_predicts(without_horovod: dict[str, str], tmp_path: Path) -> None:
-    assert output_of(without_horovod, JOB, "keras", tmp_path).endswith("done\n")
-
-
-@pytest.mark.soak
-def test_the_doctor_accepts_a_missing_horovod_with_torch(
-    with_torch_alone: dict[str, str],
-) -> None:
-    rows = json.loads(output_of(with_torch_alone, "-m", "hvd_estimators", "doctor", "--json"))
-
-    found = {row["component"]: row for row in rows}
-    assert found["Horovod"]["status"] == "not installed, optional"
-    assert "torch.distributed" in found["Training, torch"]["found"]
-    assert found["Training, torch"]["status"] == "ok"
-    assert found["Training, Lightning"]["status"] == "ok"
-    assert found["Allreduce"]["status"] == "ok"
 
 
 @pytest.mark.soak
