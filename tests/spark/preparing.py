@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 from pyarrow import parquet
 from pyspark.sql import functions as F
 
 from hvd_estimators import prepare_data
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.prepare.datasets import load_manifest
-from hvd_estimators.torch import TorchEstimator
 
 
 def numbers(spark: Any, rows: int = 200) -> Any:
@@ -55,24 +53,3 @@ def jobs_of(spark: Any, action: Any) -> int:
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description"):
             context.setLocalProperty(name, None)
-
-
-def make_estimator(store: Any, **params: Any) -> TorchEstimator:
-    """Return an estimator of y from x."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(1, 1)
-    return TorchEstimator(
-        **{
-            "num_proc": 1,
-            "store": store,
-            "model": net,
-            "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
-            "loss": torch.nn.functional.mse_loss,
-            "feature_cols": ["x"],
-            "label_cols": ["y"],
-            "input_shapes": [[-1, 1]],
-            "random_seed": 1,
-            "verbose": 0,
-            **params,
-        }
-    )

@@ -8,14 +8,14 @@ from unicodedata import category
 
 import numpy as np
 import pytest
-from preparing import index_of, jobs_of, make_estimator, read
+from estimators import line_estimator
+from preparing import index_of, jobs_of, read
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import ColumnError, DataError
-from hvd_estimators.prepare import write
-from hvd_estimators.prepare.schema import _folded, stored_column
+from hvd_estimators.prepare.schema import _folded
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -31,13 +31,6 @@ ODD = [
 def _clear() -> Iterator[None]:
     yield
     clear_training_cache()
-
-
-@pytest.fixture
-def case_sensitive(spark: Any) -> Iterator[None]:
-    spark.conf.set("spark.sql.caseSensitive", "true")
-    yield
-    spark.conf.unset("spark.sql.caseSensitive")
 
 
 def odd_frame(spark: Any, names: list[str], shuffled: bool = False) -> Any:
@@ -74,16 +67,6 @@ def test_nulls_are_found_in_columns_of_any_name(spark: Any, store: Any) -> None:
         index_of(store, frame)
 
 
-def test_names_that_differ_only_in_case_are_written(
-    spark: Any, store: Any, case_sensitive: None
-) -> None:
-    frame = odd_frame(spark, ["Age", "age", "V__Indices"])
-    (found,) = read(store, frame, labels=["age"], compress_sparse=True)
-    assert (found["Age"] + 1 == found["age"]).all()
-    assert (found["v"][:, 0] == found["Age"]).all()
-    assert (found["V__Indices"] == found["Age"] + 2).all()
-
-
 def test_characters_are_alike_where_java_ignores_their_case(spark: Any) -> None:
     call = "java_method('java.lang.Character', '{}', {})".format
     key = call("toLowerCase", f"cast({call('toUpperCase', 'code')} AS int)")
@@ -107,7 +90,7 @@ def test_ambiguous_names_are_rejected_before_any_job_runs(
     spark: Any, store: Any, names: list[str], remedy: str
 ) -> None:
     frame = odd_frame(spark, names).withColumn("y", F.col("id") * 1.0)
-    estimator = make_estimator(store)
+    estimator = line_estimator(store)
     model = TorchModel(
         model=estimator.getModel(),
         feature_columns=["x"],
@@ -169,7 +152,7 @@ def test_a_model_reads_and_adds_columns_of_any_name(spark: Any, store: Any) -> N
 @pytest.mark.slow
 def test_an_estimator_trains_on_columns_of_any_name(spark: Any, store: Any) -> None:
     frame = odd_frame(spark, ["a`.b", "__split"])
-    estimator = make_estimator(
+    estimator = line_estimator(
         store, feature_cols=["a`.b"], label_cols=["__split"], validation="held` out"
     )
     model = estimator.fit(frame.where("id < 20"))
@@ -187,27 +170,3 @@ def test_validation_columns_with_nulls_or_nan_are_rejected(
         frame = frame.select("id", F.col("id").alias("x"), F.col("held").cast(data_type))
         with pytest.raises(DataError, match="validation: its column holds 1 nulls or NaN"):
             index_of(store, frame, validation="held")
-
-
-def test_a_written_column_takes_one_call_of_the_jvm_in_each_of_three_selections(
-    spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    client = spark.sparkContext._gateway._gateway_client
-    send = client.send_command
-
-    def counted(command: str, *args: Any, **kwargs: Any) -> Any:
-        # Python's garbage collection sends the others whenever it runs.
-        calls.extend([command] * (not command.startswith("m\n")))
-        return send(command, *args, **kwargs)
-
-    def calls_for(width: int) -> int:
-        frame = spark.range(1).selectExpr(*(f"id as c{n}" for n in range(width)))
-        columns = [stored_column(field) for field in frame.schema]
-        calls.clear()
-        write._frame(frame, columns, None, write.Shuffle(0, 1), in_order=False, check_finite=False)
-        return len(calls)
-
-    calls_for(1)
-    monkeypatch.setattr(client, "send_command", counted)
-    assert calls_for(60) - calls_for(10) == 3 * 50

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,74 +9,8 @@ import numpy as np
 import pytest
 import torch
 from backends import InProcessBackend
-from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
-
-
-@pytest.fixture
-def library(spark: Any, compat: None) -> Iterator[Any]:
-    """Import the library, by reference in ranks and in Python workers."""
-    spark.sparkContext.addPyFile(str(Path(__file__).with_name("text_library.py")))
-    import text_library
-
-    yield text_library
-    del sys.modules["text_library"]
-
-
-def make_texts(spark: Any) -> Any:
-    rng = np.random.default_rng(0)
-    rows = []
-    for index in range(90):
-        word = ["sour", "sweet", "salt"][index % 3]
-        others = rng.choice(["the", "a", "and", "of"], 3).tolist()
-        rows.append((" ".join([*others, word]), float(index % 3)))
-    return spark.createDataFrame(rows, ["comment", "class"])
-
-
-@pytest.mark.soak
-def test_a_text_classifier_trains_with_the_librarys_backend(
-    spark: Any, library: Any, store: Any, tmp_path: Path
-) -> None:
-    frame = make_texts(spark)
-    classifier = library.TextClassifier(
-        num_classes=3,
-        learning_rate=0.05,
-        text_col="comment",
-        label_col="class",
-        num_proc=2,
-        store=store,
-        batch_size=8,
-        epochs=8,
-        verbose=0,
-        random_seed=1,
-        validation=0.2,
-        use_gpu=False,
-    )
-    model = classifier.fit(frame)
-    assert type(model) is library.TextModel
-    losses = [entry["train"]["train_loss"] for entry in model.getHistory()]
-    assert losses[-1] < losses[0] / 2
-    # The validation steps returned nothing.
-    assert model.getHistory()[-1]["validation"]["avg_val_loss"] == float("inf")
-
-    predicted = model.setOutputCols(["probability"]).transform(frame)
-    evaluator = MulticlassClassificationEvaluator(
-        predictionCol="prediction", labelCol="class", metricName="accuracy"
-    )
-    assert evaluator.evaluate(predicted) == 1.0
-    rows = predicted.select("comment", "probability").limit(5).collect()
-    tokenizer, module = library.Tokenizer(), model.getModel()
-    for row in rows:
-        tokens = {n: torch.tensor(v)[None] for n, v in tokenizer(row["comment"]).items()}
-        with torch.no_grad():
-            expected = module(**tokens).softmax(-1)[0]
-        np.testing.assert_allclose(row["probability"].toArray(), expected, rtol=1e-6)
-
-    model.save(str(tmp_path / "model"))
-    loaded = library.TextModel.load(str(tmp_path / "model"))
-    again = loaded.transform(frame).select("comment", "probability").limit(5).collect()
-    assert again == rows
 
 
 def test_images_are_read_from_paths(spark: Any, compat: None, store: Any, tmp_path: Path) -> None:

@@ -175,44 +175,6 @@ def test_more_ranks_than_slots_fail_at_once(connect: Application) -> None:
     assert time.monotonic() - started < 30  # Spark alone would wait for ten minutes
 
 
-def test_waiting_for_occupied_slots_times_out(connect: Application) -> None:
-    def job() -> None:
-        import threading
-
-        from pyspark import InheritableThread
-
-        from hvd_estimators import run
-
-        def hold(batches: Any) -> Any:
-            time.sleep(60)
-            yield from batches
-
-        spark = session()
-        spark.addTag("holding")
-        frame = spark.range(0, SLOTS, 1, SLOTS).mapInArrow(hold, "id long")
-
-        def held() -> None:
-            try:
-                frame.collect()
-            except Exception as error:
-                ended.append(error)
-
-        ended: list[Exception] = []
-        thread: threading.Thread = InheritableThread(held, session=spark)
-        thread.start()
-        spark.removeTag("holding")
-        time.sleep(2)
-        try:
-            run(ranks_and_sum, ("a",), num_proc=2, start_timeout=3)
-        finally:
-            spark.interruptTag("holding")
-            thread.join()
-            assert ended
-
-    with pytest.raises(SlotsError, match="not free within 3 seconds"):
-        connect.run(job)
-
-
 def test_interrupting_the_users_tag_cancels_the_ranks(connect: Application) -> None:
     def job(marker: str) -> None:
         import threading
@@ -306,29 +268,6 @@ def test_models_saved_over_connect_load_without_it(connect: Application, spark: 
     np.testing.assert_array_equal(loaded.getModel().weight.detach().numpy(), weight)
 
 
-def test_large_models_predict_without_broadcast_variables(connect: Application) -> None:
-    def job() -> Any:
-        import torch
-
-        from hvd_estimators.torch import TorchModel
-
-        torch.manual_seed(3)
-        net = torch.nn.Sequential(torch.nn.Linear(4, 1500), torch.nn.Linear(1500, 1500))
-        model = TorchModel(
-            model=net,
-            feature_columns=["the x"],
-            outputCols=["out"],
-            input_shapes=[[-1, 4]],
-            output_shapes=[[1500]],
-        )
-        rows = model.transform(linear_frame().where("id < 5")).select("id", "out").collect()
-        x = torch.tensor(linear_rows()[0][:5], dtype=torch.float32)
-        return [row[1].toArray() for row in sorted(rows)], net(x).detach().numpy()
-
-    predicted, expected = connect.run(job)
-    np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_an_estimator_trains_on_prepared_data(connect: Application) -> None:
     def job(folder: str) -> Any:
         from hvd_estimators import Store, prepare_data
@@ -361,26 +300,6 @@ def test_an_estimator_trains_on_a_table(connect: Application) -> None:
     weights, validation_rows = connect.run(job, str(connect.folder / "tables"))
     np.testing.assert_allclose(weights, WEIGHTS, atol=1e-3)
     assert validation_rows == ROWS // 3
-
-
-@pytest.mark.soak
-def test_a_cross_validator_finds_the_better_params(connect: Application) -> None:
-    def job(folder: str) -> Any:
-        from pyspark.ml.evaluation import RegressionEvaluator
-        from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
-
-        estimator = linear_estimator(folder, num_proc=1)
-        grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 3]).build()
-        evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output")
-        validator = CrossValidator(
-            estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2
-        )
-        found = validator.setParallelism(2).fit(linear_frame())
-        return found.avgMetrics, found.bestModel.getOrDefault("history")
-
-    errors, history = connect.run(job, str(connect.folder / "folds"), timeout=560)
-    assert errors[1] < errors[0]
-    assert len(history) == 3
 
 
 def test_a_thread_without_a_session_is_an_error(connect: Application) -> None:

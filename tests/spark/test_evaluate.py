@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAUROC
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.keras import KerasEstimator, KerasModel
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -171,43 +169,3 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     squared = others.evaluate(held_out)["y_mse_loss"]
     rows = made["held_out"]
     assert squared == pytest.approx(float(functional.mse_loss(number[rows], made["y"][rows])), 1e-5)
-
-
-@pytest.mark.soak
-def test_keras_losses_and_metrics_equal_those_of_validation_and_of_one_process(
-    spark: Any, store: Any, frame: Any, tmp_path: Path
-) -> None:
-    keras.utils.set_random_seed(1)
-    inputs = keras.Input((2,), name="x")
-    outputs = {
-        "kind": keras.layers.Dense(CLASSES, "softmax")(inputs),
-        "y": keras.layers.Dense(1)(inputs),
-    }
-    params = settings(
-        store,
-        keras.Model(inputs, outputs),
-        backend=LocalBackend(1),
-        label_cols=["kind", "y"],
-        sample_weight_col="w",
-        optimizer=keras.optimizers.SGD(0.05),
-        loss={"kind": "sparse_categorical_crossentropy", "y": "mse"},
-        loss_weights={"kind": 0.7, "y": 2.0},
-        metrics={"kind": ["accuracy"], "y": [keras.metrics.R2Score()]},
-    )
-    counted = frame.withColumn("kind", F.greatest("kind", F.lit(0)))
-    model = KerasEstimator(**params).fit(counted)
-    assert_last_validation(model.evaluate(counted.where("held_out")), model)
-
-    model.write().overwrite().save(f"{tmp_path / 'model'}")
-    loaded = KerasModel.load(f"{tmp_path / 'model'}")
-    all_rows = loaded.setInferenceBatchSize(7).evaluate(counted)
-    made = columns()
-    expected = model.getModel().evaluate(
-        made["x"],
-        {"kind": np.maximum(made["kind"], 0), "y": made["y"].reshape(-1, 1)},
-        sample_weight={"kind": made["w"], "y": made["w"]},
-        batch_size=ROWS,
-        verbose=0,
-        return_dict=True,
-    )
-    assert dict(all_rows.metrics) == pytest.approx(expected, rel=1e-5)

@@ -7,9 +7,7 @@ runs have the marker soak.
 from __future__ import annotations
 
 import importlib
-import math
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,51 +115,6 @@ def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd:
     )
     validated = pd.to_datetime(train.loc[train["is_validation"], "Date"])
     assert (validated.min(), validated.max()) == (first, last)
-
-
-@pytest.mark.soak
-def test_rossmann_features_match_pandas(spark: Any, example: Any, tmp_path: Path) -> None:
-    data = example("rossmann_data")
-    data.make_files(tmp_path, stores=3, seed=2)
-    prepared = data.prepare(spark, tmp_path)
-
-    rows = prepared.train.select("Store", "Date", "numbers", "log_sales").toPandas()
-    rows["Date"] = pd.to_datetime(rows["Date"])
-    tables = {name: pd.read_csv(tmp_path / f"{name}.csv") for name in ("train", "test", "weather")}
-    days = pd.concat([tables["train"], tables["test"]]).assign(
-        Date=lambda t: pd.to_datetime(t.Date)
-    )
-    days = days.sort_values(["Store", "Date"])
-    promoted = days["Date"].where(days["Promo"] == 1)
-    since = (days["Date"] - promoted.groupby(days["Store"]).ffill()).dt.days
-    until = (promoted.groupby(days["Store"]).bfill() - days["Date"]).dt.days
-    days["AfterPromo"] = since.fillna(60).clip(upper=60)
-    days["BeforePromo"] = until.fillna(60).clip(upper=60)
-    joined = rows.assign(Store=rows["Store"].astype(int)).merge(
-        days[["Store", "Date", "AfterPromo", "BeforePromo", "Sales"]], on=["Store", "Date"]
-    )
-    assert len(joined) == len(rows)
-    assert joined["log_sales"].map(math.exp).round().equals(joined["Sales"].astype(float))
-    for name in ("AfterPromo", "BeforePromo"):
-        position = data.NUMBERS.index(name)
-        scaled = joined["numbers"].map(lambda row, at=position: row[at])
-        # Standardized, so only up to a factor and an offset.
-        assert scaled.corr(joined[name]) == pytest.approx(1)
-
-
-@pytest.mark.soak
-def test_rossmann_by_run(
-    spark: Any, example: Any, options: Any, tmp_path: Path, capsys: Any
-) -> None:
-    program = example("rossmann_run")
-    history = program.run(spark, options("rossmann_run", "--stores", "4", "--epochs", "2"))
-    assert len(history["val_rmspe"]) == 2
-    assert history["val_rmspe"][1] < history["val_rmspe"][0]
-    assert len(pd.read_csv(tmp_path / "submission.csv")) == 4 * 48
-    out = capsys.readouterr().out
-    # The ranks average over validation without the last odd rows; Spark averages over all rows.
-    found = float(out.split("network")[1].split()[0])
-    assert found == pytest.approx(min(history["val_rmspe"]), rel=0.05)
 
 
 def test_gpu_settings_apply_to_all_tasks_or_to_training_stages(options: Any, example: Any) -> None:
@@ -297,48 +250,3 @@ def test_hugging_face(
 def test_large_images(spark: Any, example: Any, options: Any) -> None:
     args = options("large_images", "--images", "64", "--epochs", "2", "--learning-rate", "0.003")
     assert example("large_images").run(spark, args) >= 0.5
-
-
-@pytest.mark.soak
-def test_the_timeline_records_every_allreduce(example: Any, options: Any) -> None:
-    accuracy, spent = example("runner_timeline").run(options("runner_timeline", "--epochs", "2"))
-    assert accuracy > 0.6
-    steps = 2 * (1500 // 64)
-    # Four parameters per step, and the loss of each epoch.
-    assert spent["ALLREDUCE"][0] == 4 * steps + 2
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("gpus", ["task", "stage"])
-def test_rossmann_trains_on_gpus_that_spark_assigns(tmp_path: Path, gpus: str) -> None:
-    script = tmp_path / "gpus.sh"  # gives each of two executors on this machine a different GPU
-    script.write_text(
-        '#!/bin/sh\nif mkdir "$0.first" 2> /dev/null; then gpu=4; else gpu=7; fi\n'
-        'echo "{\\"name\\": \\"gpu\\", \\"addresses\\": [\\"$gpu\\"]}"\n'
-    )
-    script.chmod(0o755)
-    out = subprocess.run(
-        [
-            *(sys.executable, str(FOLDER / "rossmann_run.py"), "--stores", "4", "--epochs", "2"),
-            *("--master", "local-cluster[2,1,1024]", "--gpus", gpus),
-            *("--gpu-discovery-script", str(script), "--output", str(tmp_path / "output")),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert sorted(line.split("GPU ")[1] for line in out.splitlines() if "rank " in line) == [
-        "4",
-        "7",
-    ]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_at_full_size(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--output", str(tmp_path)]
-    if name == "flight_delays":
-        command += ["--framework", "torch", "keras", "lightning"]
-    subprocess.run(command, check=True)

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators import prepare_data
-from hvd_estimators.exceptions import DataError
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
+from hvd_estimators.torch import TorchEstimator, load_predictor
 
 pytestmark = pytest.mark.spark
 
@@ -31,7 +29,6 @@ ENDS: dict[str, tuple[str, list[Any]]] = {
 }
 EXACT = {"int": "int64", "bigint": "int64", "double": "float64", "whole": "int64"}
 EXACT |= {"money": "float64", "longs": "int64", "doubles": "float64"}
-LOSE_DIGITS = ["int", "bigint", "double", "whole", "long whole", "longs", "doubles"]
 
 
 class Only(torch.nn.Module):
@@ -103,41 +100,3 @@ def test_ends_of_types_keep_their_values(spark: Any, store: Any, tmp_path: Path)
         [0.0] * len(names),
         [1.0] * len(names),
     ]
-
-
-def test_ends_that_tensors_do_not_hold_are_errors(spark: Any, store: Any, tmp_path: Path) -> None:
-    frame = frame_of(spark, LOSE_DIGITS)
-    with prepare_data(1, store, frame, ["y"], LOSE_DIGITS) as index:
-        for name in LOSE_DIGITS:
-            advice = "bigint" if name == "long whole" else "column_dtypes={"
-            for more in ({}, {"column_dtypes": {name: "int32"}}):
-                net = torch.nn.Linear(1, 1)
-                estimator = estimator_of(store, net, [name], dry_run=False, **more)
-                if more and name == "int":
-                    continue
-                with pytest.raises(DataError, match=f"Column '{name}' holds .*{advice}"):
-                    estimator.fit_on_parquet(dataset_idx=index)
-        for role, value in {
-            "label_cols": ["bigint"],
-            "sample_weight_col": "bigint",
-            "feature_cols": [["int", "bigint"]],
-        }.items():
-            estimator = estimator_of(store, torch.nn.Linear(1, 1), ["y"], dry_run=False)
-            with pytest.raises(DataError, match=r"Column '(int|bigint)' holds integers from -"):
-                estimator.copy({role: value}).fit_on_parquet(dataset_idx=index)
-    for name in LOSE_DIGITS:
-        if name == "long whole":
-            continue  # Spark passes its digits as doubles
-        model = TorchModel(
-            model=torch.nn.Identity(),
-            feature_columns=[name],
-            label_columns=["y"],
-            output_shapes=[[1]],
-            input_shapes=[[-1, 1]],
-        )
-        model.write().overwrite().save(str(tmp_path / "model"))
-        with pytest.raises(DataError, match=f"'{name}' holds .*takes float32.*as (int|float)64"):
-            load_predictor(str(tmp_path / "model")).predict({name: ENDS[name][1][1:]})
-        if name in ("bigint", "doubles"):
-            with pytest.raises(Exception, match=f"'{name}' holds .*takes float32"):
-                model.transform(frame).collect()

@@ -166,20 +166,6 @@ def fit(folder: str, **params: Any) -> list[float]:
         os.chdir(before)
 
 
-@pytest.mark.soak
-def test_executors_share_the_store_and_report_progress(
-    gpu_cluster: Application, tmp_path: Path
-) -> None:
-    before = gpu_cluster.log.stat().st_size
-
-    losses = gpu_cluster.run(lambda: fit(str(tmp_path), gpus_per_task=2))
-
-    assert losses[1] < losses[0]
-    shown = gpu_cluster.log.read_bytes()[before:].decode()
-    assert "Epoch 2/2:" in shown
-    assert "rows/s, loss=" in shown
-
-
 def test_an_unshared_store_and_too_few_executors_are_reported(
     gpu_cluster: Application, tmp_path: Path
 ) -> None:
@@ -188,42 +174,3 @@ def test_an_unshared_store_and_too_few_executors_are_reported(
         gpu_cluster.run(lambda: fit(str(tmp_path), store="/proc/self/cwd/apart"))
     with pytest.raises(SlotsError, match="has 4"):
         gpu_cluster.run(lambda: fit(str(tmp_path), num_proc=5))
-
-
-def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
-    """Return the GPU and cores of each task, and the number of threads that a model uses."""
-    import torch
-    from pyspark import TaskContext
-    from pyspark.sql import SparkSession
-    from pyspark.sql import functions as F
-
-    from hvd_estimators.inference.worker import task_resources
-    from hvd_estimators.torch import TorchModel
-
-    class Threads(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(x, torch.get_num_threads())
-
-    def resources(rows: object) -> list[tuple[int, int]]:
-        found = task_resources(TaskContext.get())
-        return [(found.gpu or -1, found.num_threads or -1)]
-
-    spark = SparkSession.active()
-    there = set(spark.sparkContext.parallelize(range(8), 8).mapPartitions(resources).collect())
-    model = TorchModel(
-        model=Threads(), feature_columns=["x"], label_columns=["y"], input_shapes=[[]]
-    )
-    frame = spark.range(8).select(F.col("id").cast("double").alias("x"))
-    rows = model.transform(frame.repartition(4)).collect()
-    return there, {row["y__output"] for row in rows}
-
-
-@pytest.mark.soak
-def test_transform_uses_the_tasks_cores_and_falls_back_to_the_cpu(
-    gpu_cluster: Application,
-) -> None:
-    there, threads = gpu_cluster.run(predicted_where)
-
-    assert {gpu for gpu, _ in there} <= {int(gpu) for addresses in GPUS for gpu in addresses}
-    assert {cores for _, cores in there} == {1}
-    assert threads == {1.0}

@@ -14,7 +14,6 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from variants import others_in_soak
 
-from hvd_estimators.exceptions import ParamError, WorkerFailedError
 from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
 
 pytestmark = pytest.mark.spark
@@ -197,45 +196,3 @@ def test_a_model_predicts_without_a_fit(spark: Any) -> None:
     assert [row["n"] for row in rows] == [2.0, 4.0]
     assert [list(row["w"].toArray()) for row in rows] == [[1.0, 2.0], [3.0, 4.0]]
     assert rows[1]["m"] == [[9.0, 12.0], [12.0, 16.0]]
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"loss": None}, "loss is not set.*compile the model"),
-        ({"optimizer": None}, "optimizer is not set.*compile the model"),
-        ({"optimizer": "nothing"}, "optimizer: expected a Keras optimizer, found 'nothing'"),
-        ({"model": "net"}, "model: expected a keras.Model"),
-        ({"callbacks": [print]}, "callbacks: expected keras.callbacks.Callback"),
-        ({"callbacks": [keras.callbacks.BackupAndRestore("x")]}, "BackupAndRestore.*run_id"),
-        ({"checkpoint_callback": 1}, "checkpoint_callback: expected.*ModelCheckpoint, found 1"),
-        ({"loss_weights": [1.0, 2.0]}, "loss_weights: expected one per label, 1, found 2"),
-        ({"loss": keras.losses.MeanSquaredError(reduction="none")}, "loss: .*reduction="),
-        ({"label_shapes": [[-1, 1], [-1, 1]]}, "label_shapes: expected one shape per label, 1"),
-    ],
-)
-def test_params_are_checked_before_anything_is_written(
-    spark: Any, store: Any, params: dict[str, Any], message: str
-) -> None:
-    estimator = make_estimator(store)
-    for name, value in params.items():
-        estimator._set(**{name: value})
-    frame = make_frame(spark, 20).select(F.array("a", "b").alias("features"), "y")
-    with pytest.raises(ParamError, match=message):
-        estimator.fit(frame)
-    path = Path(store.prefix_path)
-    assert not path.exists() or list(path.iterdir()) == []
-
-
-def test_a_callbacks_error_on_one_rank_reaches_the_driver(spark: Any, store: Any) -> None:
-    class Fails(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            import os
-
-            if os.environ.get("HOROVOD_RANK") == "1":
-                raise ArithmeticError("only on rank 1")
-
-    frame = make_frame(spark, 40).select(F.array("a", "b").alias("features"), "y")
-    with pytest.raises(WorkerFailedError, match="only on rank 1") as caught:
-        make_estimator(store, callbacks=[Fails()]).fit(frame)
-    assert caught.value.rank == 1

@@ -17,7 +17,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import pytorch_lightning as lightning
 import torch
 from pyspark.ml import PipelineModel
 from pyspark.ml.feature import StringIndexerModel, VectorAssembler
@@ -186,63 +185,6 @@ def test_inputs_and_outputs_by_name_and_null_rows(
     assert made.index.tolist() == list(range(5, 28 if handling == "keep" else 25))
 
 
-def count_letters(row: dict[str, Any]) -> dict[str, Any]:
-    return {"x": np.float32(len(row["word"])), "offset": row["offset"] * 2}
-
-
-def test_text_is_transformed_before_prediction(spark: Any, tmp_path: Path) -> None:
-    model = TorchModel(
-        model=torch.nn.Linear(1, 2),
-        feature_columns=["x"],
-        label_columns=["y"],
-        output_shapes=[[2]],
-        input_shapes=[[-1, 1]],
-        transformation_fn=count_letters,
-        apply_transformation=True,
-        _metadata={
-            name: {"dtype": dtype} for name, dtype in [("word", "object"), ("offset", "float32")]
-        },
-    )
-    predictor = load_predictor(save(model, tmp_path))
-    rows = [(0.0, "word" * i, i) for i in range(9)]
-    frame = spark.createDataFrame(rows, "x double, word string, offset int")
-
-    expected = transformed(model, frame, predictor)
-    table = {"x": np.zeros(9), "word": [row[1] for row in rows], "offset": np.arange(9)}
-    assert_same(predictor.predict(table), expected)
-    assert_same(predictor.predict(pd.DataFrame(table)), expected)
-    with pytest.raises(DataError, match="asks for a column 'word'"):
-        predictor.predict({"x": np.zeros(9), "offset": np.arange(9)})
-
-
-def test_errors_on_raw_columns_suggest_apply_transformation(spark: Any, tmp_path: Path) -> None:
-    """Suggest no StringIndexer or other advice for training, which would not help."""
-    model = TorchModel(
-        model=torch.nn.Linear(1, 2),
-        feature_columns=["word"],
-        label_columns=["y"],
-        output_shapes=[[2]],
-        input_shapes=[[-1, 1]],
-        transformation_fn=lambda row: {"word": np.float32(len(row["word"]))},
-    )
-    predictor = load_predictor(save(model, tmp_path))
-    frame = spark.createDataFrame([("four",)], "word string")
-    told = r"olumn 'word'.*trained with a transformation.* Set apply_transformation=True"
-    for raw in (frame, frame.withColumnRenamed("word", "other")):
-        with pytest.raises(ColumnError, match=told) as raised:
-            model.transform(raw)
-        assert "StringIndexer" not in str(raised.value)
-    for rows in ({"word": ["four"]}, [{"word": "four"}]):
-        with pytest.raises(ColumnError, match=told):
-            predictor.predict(rows)
-    model.setApplyTransformation(True)
-    assert model.transform(frame).count() == 1
-    # Other errors do not mention the transformation.
-    with pytest.raises(ColumnError, match="outputCols: the column") as raised:
-        model.transform(frame.selectExpr("word", "1 as y__output"))
-    assert "apply_transformation" not in str(raised.value)
-
-
 def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"])
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
@@ -396,65 +338,6 @@ def test_output_types_match_transform(spark: Any, tmp_path: Path) -> None:
 
 def nested(data_type: Any, depth: int) -> Any:
     return data_type if not depth else pa.list_(nested(data_type, depth - 1))
-
-
-def test_single_rows_predict_like_columns(spark: Any, tmp_path: Path) -> None:
-    net = torch.nn.Linear(3, 2)
-    model = TorchModel(model=net, feature_columns=["features"], label_columns=["y"])
-    predictor = load_predictor(save(model, tmp_path))
-    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
-    expected = predictor.predict({"features": rows})["y__output"]
-    records = predictor.predict([{"features": row} for row in rows])
-    assert [list(record) for record in records] == [["y__output"]] * 2
-    np.testing.assert_array_equal([record["y__output"] for record in records], expected)
-    vectors = spark.createDataFrame([(Vectors.dense(row.tolist()),) for row in rows], ["features"])
-    # A batch of one row may be summed in another order than a batch of two.
-    (alone,) = predictor.predict({"features": rows[1:]})["y__output"]
-    np.testing.assert_allclose(alone, expected[1], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(predictor.predict(vectors.collect()[1])["y__output"], alone)
-    for one in (rows[1], rows[1].tolist()):
-        (found,) = predictor.predict([{"features": one}])
-        np.testing.assert_array_equal(found["y__output"], alone)
-    with pytest.raises(PredictionError, match=r"It was called with features \(5,\) float"):
-        predictor.predict({"features": np.arange(5.0)})
-
-
-class Steps(lightning.LightningModule):
-    """Predict with a step that returns a vector, while ``forward`` returns a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(2, 1).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    def predict_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        return torch.cat([self(batch["x"]), batch["k"][:, None] * 1.0], 1)
-
-
-@pytest.mark.parametrize("by_step", [False, True])
-def test_a_lightning_module_predicts_by_forward_or_predict_step(
-    spark: Any, tmp_path: Path, by_step: bool
-) -> None:
-    from hvd_estimators import lightning as package
-
-    model = package.LightningModel(
-        model=Steps(),
-        feature_columns=["x", "k"] if by_step else ["x"],
-        label_columns=["y"],
-        output_shapes=[[1]],
-        use_predict_step=by_step,
-        inference_batch_size=4,
-    )
-    predictor = package.load_predictor(save(model, tmp_path), num_threads=1)
-    rows = [([i * 0.1, i * i / 7], i) for i in range(9)]
-    frame = spark.createDataFrame(rows, "x array<double>, k int")
-
-    expected = transformed(model, frame, predictor)
-    table = {"x": [row[0] for row in rows], "k": np.arange(9, dtype=np.int32)}
-    assert_same(predictor.predict(table), expected)
-    assert np.shape(predictor.predict(table)["y__output"]) == ((9, 2) if by_step else (9,))
 
 
 def test_a_keras_model_predicts_on_numbers_and_text(spark: Any, tmp_path: Path) -> None:

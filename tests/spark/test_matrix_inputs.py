@@ -17,14 +17,10 @@ import pytest
 import torch
 from backends import InProcessBackend
 from pyspark.ml import Pipeline, PipelineModel
-from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import SQLTransformer
-from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import functions as F
-from pytorch_lightning import LightningModule
 
 from hvd_estimators import keras as hvd_keras
-from hvd_estimators import lightning as hvd_lightning
 from hvd_estimators import prepare_data
 from hvd_estimators import torch as hvd_torch
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
@@ -93,24 +89,6 @@ class TwoInputs(torch.nn.Module):
 
     def forward(self, numbers: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
         return (self.numbers(numbers) + self.image(image))[:, 0]
-
-
-class TwoInputsModule(LightningModule):
-    """The same as a LightningModule, whose batches have the matrix by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TwoInputs()
-
-    def forward(self, numbers: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-        return self.net(numbers.float(), image)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        errors = (self(batch["numbers"], batch["image"]) - batch["label"].float()) ** 2
-        return (batch["weight"] * errors).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
 class ColumnBatches(DataModule):
@@ -216,38 +194,6 @@ def test_a_transformation_takes_the_single_columns(
     assert_trained(torch_weights(fitted), rows)
     found = fitted.transform(frame).toPandas()["label__output"]
     np.testing.assert_allclose(found, predicted(rows), rtol=1e-4)
-
-
-@pytest.mark.once
-def test_a_validator_tries_a_matrix(frame: Any, store: Any) -> None:
-    made = estimator(store, model=lambda width: torch.nn.Linear(width, 1))
-    grid = [{made.feature_cols: [NUMBERS[:2]], made.model_args: {"width": 2}}]
-    evaluator = RegressionEvaluator(predictionCol="label__output", labelCol="label")
-    validator = CrossValidator(
-        estimator=made, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
-    )
-    best = validator.fit(frame).bestModel
-    assert best.getFeatureColumns() == [NUMBERS[:2]]
-    assert best.getModel().weight.shape == (1, 2)
-
-
-@pytest.mark.once
-def test_lightning_batches_have_the_matrix_by_its_name(
-    frame: Any, rows: pd.DataFrame, store: Any, tmp_path: Path
-) -> None:
-    model = estimator(
-        store,
-        hvd_lightning.LightningEstimator,
-        model=TwoInputsModule(),
-        feature_cols=[{"numbers": NUMBERS}, "image"],
-        logger=False,
-    ).fit(frame)
-    assert_trained(torch_weights(model), rows)
-    found = model.transform(frame).toPandas()["label__output"]
-    np.testing.assert_allclose(found, predicted(rows), rtol=1e-4)
-    model.save(str(tmp_path / "model"))
-    predictor = hvd_lightning.load_predictor(str(tmp_path / "model"))
-    np.testing.assert_allclose(predictor(rows)["label__output"], predicted(rows), rtol=1e-4)
 
 
 @pytest.mark.once

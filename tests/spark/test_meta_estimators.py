@@ -1,4 +1,4 @@
-"""Spark ML's meta-estimators: OneVsRest, TrainValidationSplit, and pipelines within them."""
+"""Spark ML's meta-estimators: OneVsRest, and params of pipelines and validators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 import pytorch_lightning
 import torch
 from backends import InProcessBackend
-from pyspark.ml import Pipeline, PipelineModel
+from estimators import line_estimator
+from pyspark.ml import Pipeline
 from pyspark.ml.classification import OneVsRest, OneVsRestModel
-from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
-from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit, TrainValidationSplitModel
 from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError, StoreError
@@ -24,25 +23,6 @@ from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
-
-
-def make_estimator(store: Any, width: int = 1, **params: Any) -> TorchEstimator:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(width, 1)
-    return TorchEstimator(
-        **{
-            "backend": InProcessBackend(),
-            "store": store,
-            "model": net,
-            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-            "loss": torch.nn.functional.mse_loss,
-            "input_shapes": [[-1, width]],
-            "label_shapes": [[-1, 1]],
-            "random_seed": 1,
-            "verbose": 0,
-            **params,
-        }
-    )
 
 
 @pytest.mark.slow
@@ -58,9 +38,11 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
         VectorAssembler(inputCols=["a", "b"], outputCol="in put"),
     ]
     frame = Pipeline(stages=stages).fit(frame.coalesce(1)).transform(frame.coalesce(1))
-    classifier = make_estimator(
+    classifier = line_estimator(
         store,
         width=2,
+        backend=InProcessBackend(),
+        label_shapes=[[-1, 1]],
         loss=torch.nn.functional.binary_cross_entropy_with_logits,
         outputs_are="logits",
         learning_rate=1.0,
@@ -86,76 +68,6 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
     scores = inputs @ weights.T + [net.bias.item() for net in nets]
     raw = np.array([row["rawPrediction"].toArray() for row in rows])
     np.testing.assert_allclose(raw, scores, atol=1e-5)
-
-
-def linear(bias: bool) -> torch.nn.Linear:
-    return torch.nn.Linear(1, 1, bias=bias)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-@pytest.mark.soak
-def test_train_validation_split_over_pipelines_and_columns(
-    spark: Any, store: Any, tmp_path: Path
-) -> None:
-    frame = spark.range(40).selectExpr("id / 40 AS `Größe m`", "-id / 40 AS b", "id / 20 AS y")
-    frame.write.parquet(str(tmp_path / "rows"))
-    frame = spark.read.parquet(str(tmp_path / "rows"))
-    estimator = make_estimator(
-        store, feature_cols=["b"], label_cols=["y"], model=linear, optimizer=sgd
-    )
-    columns = [["v"], ["Größe m"]]
-    assembler = VectorAssembler(inputCols=["b"], outputCol="v")
-    pipeline = Pipeline(stages=[Pipeline(stages=[assembler]), Pipeline(stages=[estimator])])
-    grid = (
-        ParamGridBuilder()
-        .addGrid(estimator.feature_cols, columns)
-        .addGrid(estimator.model_args, [{"bias": True}, {"bias": False}])
-        .build()
-    )
-    evaluator = RegressionEvaluator(predictionCol="y__output", labelCol="y")
-    split = TrainValidationSplit(
-        estimator=pipeline,
-        estimatorParamMaps=grid,
-        evaluator=evaluator,
-        seed=3,
-        parallelism=2,
-        collectSubModels=True,
-    )
-    found = split.fit(frame)
-    trained = [model.stages[1].stages[0] for model in found.subModels]
-    assert [one.getFeatureColumns() for one in trained] == [["v"], ["v"], *[["Größe m"]] * 2]
-    assert all(len(one.getHistory()) == 1 for one in trained)
-    assert np.isfinite(found.validationMetrics).all()
-    best = grid[int(np.argmin(found.validationMetrics))]
-    last = found.bestModel.stages[1].stages[0]
-    assert last.getFeatureColumns() == best[estimator.feature_cols]
-
-    split.save(str(tmp_path / "split"))
-    loaded_grid = TrainValidationSplit.load(str(tmp_path / "split")).getEstimatorParamMaps()
-    assert [list(point.values()) for point in loaded_grid] == [list(p.values()) for p in grid]
-    found.write().option("persistSubModels", "true").save(str(tmp_path / "found"))
-    found.bestModel.save(str(tmp_path / "best"))
-    loaded = TrainValidationSplitModel.load(str(tmp_path / "found"))
-    assert loaded.validationMetrics == pytest.approx(found.validationMetrics)
-    expected = found.transform(frame).select("y__output").collect()
-    best_loaded = PipelineModel.load(str(tmp_path / "best"))
-    for made in (loaded, best_loaded):
-        assert made.transform(frame).select("y__output").collect() == expected
-    kept = [model.stages[1].stages[0] for model in loaded.subModels]
-    for one, before in zip(kept, trained, strict=True):
-        assert one.getHistory() == before.getHistory()
-        assert torch.equal(one.getModel().weight, before.getModel().weight)
-    # Spark's other ways to fit.
-    fitted = dict(pipeline.fitMultiple(frame, grid[::3]))
-    names = [fitted[place].stages[1].stages[0].getFeatureColumns() for place in (0, 1)]
-    assert names == columns
-    (again,) = pipeline.fit(frame, grid[3:])
-    assert again.transform(frame).select("y__output").collect() == (
-        fitted[1].transform(frame).select("y__output").collect()
-    )
 
 
 def nets() -> dict[str, tuple[Any, Any, Any]]:

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
-from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.inference.frame import without_nulls
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -145,15 +143,3 @@ def test_transform_and_udf_distinguish_nulls_in_arrays_from_nan(spark: Any) -> N
 class Sum(torch.nn.Module):
     def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return a.sum(1) + x
-
-
-def test_nulls_are_found_among_a_thousand_columns(spark: Any) -> None:
-    columns = [
-        F.when(F.col("id") != number, F.col("id")).alias(f"c{number}") for number in range(3)
-    ]
-    columns += [F.when(F.col("id") >= 0, 1).alias(f"d{number}") for number in range(1000)]
-    frame = spark.range(5).select("id", *columns)
-
-    rows = without_nulls(frame, frame.columns).select("id").collect()
-
-    assert sorted(row["id"] for row in rows) == [3, 4]

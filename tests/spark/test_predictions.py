@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError
-from hvd_estimators.prepare.schema import clashing
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -43,13 +41,6 @@ def make_model(module: torch.nn.Module, shape: tuple[int, ...] = (), **params: A
             **params,
         }
     )
-
-
-@pytest.fixture
-def case_sensitive(spark: Any) -> Iterator[None]:
-    spark.conf.set("spark.sql.caseSensitive", "true")
-    yield
-    spark.conf.unset("spark.sql.caseSensitive")
 
 
 @pytest.mark.parametrize("classifies", [False, True])
@@ -150,34 +141,6 @@ def test_the_users_columns_are_never_replaced(spark: Any) -> None:
     for taken in ("Y__OUTPUT", "y__output"):
         with pytest.raises(ColumnError, match=f"'y__output' cannot be added, there is '{taken}'"):
             make_model(Noting()).transform(frame.withColumnRenamed("id", taken))
-
-
-def test_output_names_may_differ_from_columns_only_in_case(
-    spark: Any, case_sensitive: None
-) -> None:
-    frame = spark.range(2).select(
-        F.col("id").cast("double").alias("x"), F.lit("a").alias("Y__OUTPUT")
-    )
-    rows = make_model(Noting()).transform(frame).collect()
-    assert [row.asDict() for row in rows] == [
-        {"x": x, "Y__OUTPUT": "a", "y__output": x} for x in (0.0, 1.0)
-    ]
-
-
-def test_names_are_compared_as_spark_compares_them(spark: Any) -> None:
-    frame, resolver = spark.range(1), spark._jsparkSession.sessionState().conf().resolver()
-    # With a sharp s, a Turkish i with and without its dot, and a final sigma.
-    sizes = ["SIZE", "size", "s\u0131ze", "s\u0130ze"]
-    names = [
-        "stra\u00dfe",
-        "STRASSE",
-        "\u03bf\u03b4\u03bf\u03c2",
-        "\u039f\u0394\u039f\u03a3",
-        *sizes,
-    ]
-    for name in names:
-        assert clashing(frame, name, names) == [n for n in names if resolver.apply(name, n)]
-    assert clashing(frame, "size", sizes) == sizes
 
 
 def test_output_shapes_are_inferred_with_the_given_dtypes(spark: Any) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from estimators import line_estimator
 from parquet_files import damage_last_page
-from preparing import index_of, jobs_of, make_estimator, numbers, read
+from preparing import index_of, numbers, read
 from pyarrow import parquet
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
@@ -188,14 +189,6 @@ def test_check_finite_checks_vectors_as_32_bit_floats(
         index_of(store, frame, compress_sparse=compress, check_finite=True)
 
 
-def test_an_estimator_passes_check_finite_on(spark: Any, store: Any) -> None:
-    frame = spark.createDataFrame([(1.0, 2.0), (NAN, 1.0)], "x double, y double")
-    estimator = make_estimator(store, check_finite=True)
-    assert estimator.getCheckFinite() is True
-    with pytest.raises(DataError, match="'x' holds NaN"):
-        estimator.fit(frame)
-
-
 # Splits.
 
 
@@ -284,37 +277,6 @@ def test_a_failed_move_leaves_no_files(spark: Any, store: Any, monkeypatch: Any)
     assert store.names(store.prefix_path) == []
 
 
-def test_a_store_with_one_path_for_all_datasets(spark: Any, store: Any) -> None:
-    """Replace the store's methods by lambdas, like some programs."""
-    train_path, val_path = store.get_train_data_path(), store.get_val_data_path()
-    store.get_train_data_path = lambda index=None: train_path
-    store.get_val_data_path = lambda index=None: val_path
-    frame = numbers(spark)
-    for validation, rows in ((None, (200, None)), ("held_out", (160, 40)), (None, (200, None))):
-        with prepare_data(1, store, frame, ["id"], ["x"], validation=validation):
-            assert parquet.read_table(train_path).num_rows == rows[0]
-            assert store.exists(val_path) == (validation is not None)
-            if validation is not None:
-                assert parquet.read_table(val_path).num_rows == rows[1]
-                with (
-                    pytest.raises(StoreError, match=r"files in .*/intermediate_train_data'"),
-                    prepare_data(1, store, frame, ["id"], ["x"]),
-                ):
-                    pass
-                assert parquet.read_table(train_path).num_rows == rows[0]
-    clear_training_cache()
-    assert store.names(store.prefix_path) == []
-    # Other programs' files stay, even at the path that this dataset does not use.
-    for path in (val_path, train_path):
-        frame.select("id").write.parquet(store.spark_url(path))
-        with (
-            pytest.raises(StoreError, match="there are files in"),
-            prepare_data(1, store, frame, ["id"], ["x"]),
-        ):
-            pass
-        assert parquet.read_table(path).num_rows == 200
-
-
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_seed_gives_the_same_split_each_time(spark: Any, store: Any, shuffled: bool) -> None:
     frame = numbers(spark, 1000).drop("held_out")
@@ -342,24 +304,6 @@ def test_a_split_does_not_depend_on_the_row_order_of_a_shuffle(spark: Any, store
     assert splits[0] == splits[1]
 
 
-@pytest.mark.parametrize("validation", [None, 0.2, "held_out"])
-@pytest.mark.parametrize("check_finite", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_preparing_runs_a_single_write(
-    spark: Any, store: Any, validation: Any, check_finite: bool, shuffle: bool
-) -> None:
-    frame = numbers(spark).withColumn("v", array_to_vector(F.array("x", "x")))
-    options = {
-        "validation": validation,
-        "check_finite": check_finite,
-        "shuffle_on_write": shuffle,
-    }
-    labels = ["id", "x"]
-    # The adaptive planner counts each side of a shuffle as a job.
-    jobs = jobs_of(spark, lambda: index_of(store, frame, labels, **options))
-    assert jobs == (2 if shuffle else 1)
-
-
 @pytest.mark.parametrize("validation", [None, 0.2])
 def test_each_row_is_computed_once(spark: Any, store: Any, validation: Any) -> None:
     context = spark.sparkContext
@@ -384,7 +328,7 @@ def test_columns_that_were_not_prepared_are_errors(
 ) -> None:
     frame = spark.range(8).selectExpr("id / 8 AS x", "id / 4 AS y", "1.0D AS w")
     with prepare_data(1, store, frame, ["y"], ["x"]) as index:
-        estimator = make_estimator(store, **{param: value})
+        estimator = line_estimator(store, **{param: value})
         message = f"{param}: The prepared dataset '{index}' has no column 'w'; its columns are"
         with pytest.raises(ColumnError, match=message):
             estimator.fit_on_parquet(dataset_idx=index)

@@ -6,13 +6,11 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from backends import InProcessBackend
-from preparing import index_of, make_estimator, numbers
-from pyspark.ml.evaluation import RegressionEvaluator
+from estimators import line_estimator
+from preparing import index_of, numbers
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
 from hvd_estimators import (
@@ -53,7 +51,7 @@ def test_grid_fits_share_datasets_with_equal_columns_and_options(
 
     monkeypatch.setattr(prepare, "write_dataset", write)
     frame = numbers(spark).select("x", F.col("x").alias("x2"), F.col("id").alias("y"))
-    estimator = make_estimator(store, num_proc=None, backend=InProcessBackend())
+    estimator = line_estimator(store, num_proc=None, backend=InProcessBackend())
     points = [
         {estimator.epochs: 1},
         {estimator.epochs: 2},
@@ -108,38 +106,3 @@ def test_unfinished_datasets_are_not_listed(
 
 def look_at(store: Any) -> tuple[Any, Any]:
     return list_prepared_data(store), clear_prepared_data(store)
-
-
-@pytest.mark.soak
-def test_a_parallel_cross_validation_writes_each_fold_once(
-    spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    written = []
-    real_write = prepare.write_dataset
-
-    def write(store: Any, index: str, *args: Any, **kwargs: Any) -> Any:
-        written.append(index)
-        return real_write(store, index, *args, **kwargs)
-
-    monkeypatch.setattr(prepare, "write_dataset", write)
-    rows = spark.range(60).select((F.col("id") / 60).alias("x"), (F.col("id") / 30).alias("y"))
-    rows.write.parquet(str(tmp_path / "rows"))
-    # Spark caches the folds while they are trained on.
-    frame = spark.read.parquet(str(tmp_path / "rows"))
-    estimator = make_estimator(store, num_proc=None, backend=InProcessBackend())
-    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2])
-    validator = CrossValidator(
-        estimator=estimator,
-        estimatorParamMaps=grid.addGrid(estimator.learning_rate, [0.01, 0.02]).build(),
-        evaluator=RegressionEvaluator(predictionCol="y__output", labelCol="y"),
-        numFolds=3,
-        seed=3,
-        parallelism=2,
-        collectSubModels=True,
-    )
-    found = validator.fit(frame)
-    lengths = [[len(m.getHistory()) for m in fold] for fold in found.subModels]
-    assert [sorted(fold) for fold in lengths] == [[1, 1, 2, 2]] * 3
-    assert np.isfinite(found.avgMetrics).all()
-    # Each fold once, for four fits, and all rows for the best model.
-    assert len(written) == len(set(written)) == 4

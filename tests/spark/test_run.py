@@ -1,4 +1,4 @@
-"""`run` compared with ``horovod.spark.run``: results, threads, and processes after failures."""
+"""`run`: results, threads, and processes after failures."""
 
 from __future__ import annotations
 
@@ -50,37 +50,6 @@ def ended(pid: int) -> bool:
 
 def pids_in(folder: Path) -> list[int]:
     return [int(pid) for file in folder.glob("*.pids") for pid in file.read_text().split()]
-
-
-@pytest.mark.soak
-def test_results_match_horovod_spark(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the same function in the same session; ranks do not see the driver's variables."""
-    monkeypatch.setenv("OF_DRIVER", "seen")
-    # Spark's Python workers import horovod.spark, too.
-    for environment in (os.environ, spark.sparkContext.environment):
-        monkeypatch.setitem(environment, "HVD_ESTIMATORS_HOROVOD_SPARK", "1")
-    import horovod.spark
-
-    def work(base: float, step: float = 1.0) -> Any:
-        import horovod.torch as hvd
-        import torch
-
-        hvd.init()
-        total = hvd.allreduce(torch.arange(3.0) * (hvd.rank() + 1), op=hvd.Sum)
-        names = ("OF_DRIVER", "GIVEN")
-        return (
-            (base + step * hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()),
-            total.tolist(),
-            [os.environ.get(name) for name in names],
-        )
-
-    call = (work, (10.0,), {"step": 2.0}, 2)
-    env = {"GIVEN": "too", "PATH": os.environ["PATH"]}
-    theirs = horovod.spark.run(*call, env=dict(env), verbose=0)
-
-    assert run(*call, env=env, verbose=0) == theirs
-    expected = ((12.0, 2, 1, 1), [0.0, 3.0, 6.0], [None, "too"])
-    assert theirs[1] == expected
 
 
 def test_results_are_in_rank_order_and_env_reaches_the_ranks(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pyspark.ml import Pipeline
-from pyspark.ml.feature import VectorAssembler
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
@@ -91,23 +90,6 @@ def test_overwriting_a_saved_model_is_atomic(
     left = {name for name in os.listdir(folder) if not name.endswith(".crc")}
     assert left == {params, "metadata", "weights.pt"}
     assert float(torch.load(folder / "weights.pt")["weight"]) == value
-
-
-def test_overwrite_replaces_other_files_and_folders(spark: Any, tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    VectorAssembler(inputCols=["a"], outputCol="b").save(str(path))
-    model_of(1.0).write().overwrite().save(str(path))
-    assert value_at(path) == 1.0
-    for name in ("file", "folder", "new"):
-        path = tmp_path / name
-        if name == "file":
-            path.write_text("text")
-        elif name == "folder":
-            (path / "metadata").mkdir(parents=True)
-            (path / "other").write_text("text")
-        model_of(2.0).write().overwrite().save(str(path))
-        assert value_at(path) == 2.0
-        assert not (path / "other").exists()
 
 
 def test_paths_are_resolved_by_spark(

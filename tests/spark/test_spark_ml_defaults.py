@@ -171,22 +171,6 @@ def test_compat_adds_no_columns(assembled: Any, store: Any) -> None:
     assert given.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
 
 
-def test_errors_name_defaults(frame: Any, assembled: Any, store: Any, tmp_path: Path) -> None:
-    estimator = of_torch(store, 1, torch.nn.functional.mse_loss)
-    told = r"^feature_cols is not set, and its default is features: .*no column 'features'.*"
-    with pytest.raises(ColumnError, match=f"{told}Set feature_cols"):
-        estimator.fit(frame)
-    frame.write.parquet(str(tmp_path / "rows"))
-    with pytest.raises(ColumnError, match=told):
-        estimator.fit_on_parquet(str(tmp_path / "rows"))
-    with pytest.raises(ColumnError, match=r"^label_cols is not set.*or \[\] to train without"):
-        estimator.fit(assembled.drop("label"))
-    nulls = assembled.selectExpr("if(label > 0, features, null) as features", "label")
-    told = r"^feature_cols is not set, and its default is features: Column 'features' holds .*"
-    with pytest.raises(DataError, match=f"{told} nulls; fill or drop them before training\\.$"):
-        estimator.fit(nulls)
-
-
 def test_class_numbers_must_be_whole(assembled: Any, store: Any) -> None:
     cross_entropy = functools.partial(torch.nn.functional.cross_entropy, label_smoothing=0.1)
     halves = assembled.selectExpr("features", "0.5D as label")

@@ -14,14 +14,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from backends import InProcessBackend
 from packaging.requirements import Requirement
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
-from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as F
 from variants import others_in_soak
@@ -149,32 +147,6 @@ def test_output_sizes_can_depend_on_the_batch(spark: Any, tmp_path: Path) -> Non
     found = predictor.predict({"w": np.array([[7, 8]])})
     assert found["pairs__output"].tolist() == [[[7.0, 14.0], [8.0, 16.0]]]
     assert predictor.predict({"w": np.zeros((0, 2), int)})["pairs__output"].shape == (0, 1, 2)
-
-
-def test_mlflow_saves_a_model_as_a_pyfunc(spark: Any, tmp_path: Path) -> None:
-    mlflow_spark = pytest.importorskip("mlflow.spark")
-    net = torch.nn.Linear(2, 2, bias=False)
-    torch.nn.init.eye_(net.weight)
-    model = TorchModel(
-        model=net,
-        feature_columns=["features"],
-        label_columns=["y"],
-        input_shapes=[[2]],
-        predictionCol="prediction",
-    )
-    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
-    path = str(tmp_path / "model")
-    mlflow_spark.save_model(
-        PipelineModel([assembler, model]),
-        path,
-        dfs_tmpdir=str(tmp_path / "files"),
-        pip_requirements=["torch"],
-    )
-
-    loaded = importlib.import_module("mlflow.pyfunc").load_model(path)
-
-    frame = pd.DataFrame({"a": [1.0, 3.0, 0.0], "b": [2.0, 0.0, -1.0]})
-    assert list(loaded.predict(frame)) == [1.0, 0.0, 0.0]
 
 
 PREDICT_WITHOUT_SPARK = """

@@ -125,19 +125,6 @@ class Stepping(torch.nn.Module):
         return 2 * features
 
 
-@pytest.mark.soak
-def test_a_keras_model_predicts_on_a_stream(spark: Any, source: str, tmp_path: Path) -> None:
-    import keras
-
-    from hvd_estimators.keras import KerasModel
-
-    layers = [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
-    model = KerasModel(model=keras.Sequential(layers), **COMMON)
-    run(model.transform(read(spark, source).where("id < 3")).select("id", "y__output"), tmp_path)
-    found = {row.id: row.y__output for row in written(spark, tmp_path)}
-    assert found == {0: 0.0, 1: 1.5, 2: 3.0}
-
-
 def test_stateful_queries_work_and_no_job_infers_shapes(
     spark: Any, source: str, tmp_path: Path
 ) -> None:

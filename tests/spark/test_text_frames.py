@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as lightning
 import torch
-from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
 from hvd_estimators import prepare_data
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.lightning import LightningEstimator, LightningModel
-from hvd_estimators.lightning import load_predictor as load_lightning
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
 
 pytestmark = pytest.mark.spark
@@ -293,86 +288,6 @@ def test_predictions_may_have_another_shape_than_in_training(store: Any, frame: 
     np.testing.assert_array_equal(outputs_of(transformed), alone(model.getModel()))
     right = [[label] * 3 for _, _, label in texts()]
     assert (outputs_of(transformed) == right).mean() > 0.9
-
-
-class TokenScores(lightning.LightningModule):
-    """Scores of each token, on padded tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(10, 3)
-
-    def forward(self, tokens: torch.Tensor, tokens_mask: torch.Tensor) -> torch.Tensor:
-        return self.embed(tokens) * tokens_mask[..., None]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert not batch["tokens_mask"].all() or batch["tokens"].min() > 0
-        scores = self(batch["tokens"], batch["tokens_mask"])
-        loss = torch.nn.functional.cross_entropy(
-            scores.transpose(1, 2), batch["tags"], ignore_index=-100
-        )
-        return {"loss": loss, "denominator": (batch["tags"] != -100).sum()}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_padded_tokens_of_lightning(spark: Any, store: Any, tmp_path: Path) -> None:
-    tokens = [[1 + (row + at) % 9 for at in range(1 + row % 4)] for row in range(24)]
-    rows = [(row, t, [each % 3 for each in t]) for row, t in enumerate(tokens)]
-    frame = spark.createDataFrame(rows, "id int, tokens array<long>, tags array<long>").cache()
-    model = LightningEstimator(
-        model=TokenScores(),
-        feature_cols=["tokens"],
-        label_cols=["tags"],
-        padding={"tokens": 0, "tags": -100},
-        masks=True,
-        reader_pool_type="process",
-        backend=LocalBackend(2),
-        store=store,
-        batch_size=4,
-        logger=False,
-        verbose=0,
-    ).fit(frame)
-    assert model.getOutputShapes() == [[None, 3]]
-    weights = model.getModel().embed.weight.detach().numpy()
-    model.save(str(tmp_path / "model"))
-    for made in (model, LightningModel.load(str(tmp_path / "model")).setInferenceBatchSize(5)):
-        found = made.transform(frame).orderBy("id").select("tags__output").collect()
-        for (scores,), of_row in zip(found, tokens, strict=True):
-            np.testing.assert_allclose(scores[: len(of_row)], weights[of_row], rtol=1e-6)
-    predictor = load_lightning(str(tmp_path / "model"))
-    one = predictor.predict([{"tokens": tokens[7]}])[0]["tags__output"]
-    np.testing.assert_allclose(one, weights[tokens[7]], rtol=1e-6)
-    with pytest.raises(DataError, match=r"tags: Column|label_cols: Column 'tags' is ragged"):
-        LightningEstimator(
-            model=TokenScores(),
-            feature_cols=["tokens"],
-            label_cols=["tags"],
-            padding={"tokens": 0},
-            backend=LocalBackend(2),
-            store=store,
-            verbose=0,
-        ).fit(frame)
-
-
-def test_a_grid_over_functions(store: Any, frame: Any) -> None:
-    def first_word(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        short = [{**row, "text": (row["text"] or "").split(" ")[0] or None} for row in rows]
-        return tokenized(short)
-
-    made = estimator(store, epochs=1)
-    grid = ParamGridBuilder().addGrid(made.collate_fn, [tokenized, first_word]).build()
-    found = CrossValidator(
-        estimator=made,
-        estimatorParamMaps=grid,
-        evaluator=MulticlassClassificationEvaluator(),
-        numFolds=2,
-        seed=1,
-    ).fit(frame)
-    assert len(found.avgMetrics) == 2
-    assert found.bestModel.getCollateFn() in (tokenized, first_word)
 
 
 def test_errors_name_the_way_out(spark: Any, store: Any, frame: Any) -> None:

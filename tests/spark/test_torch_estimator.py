@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import functions as F
 from variants import others_in_soak
 
-from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
+from hvd_estimators import clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.fitting.stores import STORE_SETTING, default_store
-from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -227,28 +223,6 @@ def test_scalars_vectors_arrays_and_sparse_columns_train_a_two_output_model(
     )
 
 
-def test_params_passed_to_fit_override_set_params(spark: Any, store: Any) -> None:
-    frame = make_frame(spark, 40)
-    net = TwoColumns()
-    estimator = make_estimator(store, net, feature_cols=["a", "b"], epochs=1, num_proc=1)
-    models = estimator.fit(frame, [{estimator.epochs: 2}, {estimator.epochs: 3}])
-    assert [len(model.getHistory()) for model in models] == [2, 3]
-    assert estimator.getEpochs() == 1
-
-
-def test_a_fit_without_store_uses_the_applications_default(spark: Any, tmp_path: Path) -> None:
-    params = {"feature_cols": ["a", "b"], "epochs": 1, "num_proc": 1, "run_id": "kept"}
-    for path in (tmp_path / "of all", None):
-        if path is None:
-            spark.conf.unset(STORE_SETTING)
-        else:
-            spark.conf.set(STORE_SETTING, str(path))
-        estimator = make_estimator(None, TwoColumns(), **params)
-        estimator.fit(make_frame(spark))
-        folder = path or Path(default_store().prefix_path)
-        assert list(Path(folder, "runs", "kept", "checkpoints").iterdir())
-
-
 def fail_to_list(store: Any, dataset_idx: str) -> int:
     raise StoreError("the store cannot list")
 
@@ -279,28 +253,6 @@ def test_prepared_data_is_usable_until_it_is_cleared(
     assert not store.exists(store.get_train_data_path(dataset_idx))
     with pytest.raises(StoreError, match="no prepared dataset"):
         estimator.fit_on_parquet(dataset_idx=dataset_idx)
-
-
-def test_integer_labels_train_a_classifier(spark: Any, store: Any) -> None:
-    frame = spark.range(120).select(
-        ((F.col("id") % 3) - 1.0).alias("x"), (F.col("id") % 3).alias("label")
-    )
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    estimator = make_estimator(
-        store,
-        net,
-        feature_cols=["x"],
-        label_cols=["label"],
-        loss=torch.nn.CrossEntropyLoss(),
-        input_shapes=[[-1, 1]],
-        column_dtypes={"label": torch.int64},
-        optimizer=torch.optim.Adam(net.parameters(), lr=0.05),
-        epochs=20,
-        num_proc=1,
-    )
-    predicted = estimator.fit(frame).transform(frame).select("label", "label__output").collect()
-    assert all(int(np.argmax(row["label__output"].toArray())) == row["label"] for row in predicted)
 
 
 def test_transform_is_lazy_and_accepts_an_empty_frame(spark: Any) -> None:
@@ -354,69 +306,3 @@ def test_torchscript_models_predict(spark: Any, store: Any) -> None:
     found = [row["y__output"] for row in predicted]
     a, b = (torch.tensor([float(row[name]) for row in predicted]) for name in ("a", "b"))
     np.testing.assert_allclose(np.ravel(found), net(a, b).detach().ravel(), rtol=1e-5)
-
-
-class Noted(TwoColumns):
-    """Log the process of each call."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with self.path.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return super().forward(a, b)
-
-
-def loss_of_ranks(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    import horovod.torch as hvd
-
-    return torch.nn.functional.mse_loss(output, label) / hvd.size()
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_dry_run_calls_the_model_on_the_driver(
-    spark: Any, store: Any, tmp_path: Path, dry_run: bool
-) -> None:
-    frame = make_frame(spark, 32)
-    path = tmp_path / "calls"
-    estimator = make_estimator(
-        store, Noted(path), feature_cols=["a", "b"], loss=loss_of_ranks, dry_run=dry_run
-    )
-    model = estimator.fit(frame)
-    callers = path.read_text().split()
-    # A call with some rows, and one with a single row.
-    assert callers.count(str(os.getpid())) == (2 if dry_run else 0)
-    assert len(set(callers)) == 2 + int(dry_run)
-    # Without a dry run, the ranks report the shapes of outputs.
-    assert model.getOutputShapes() == [[1]]
-    assert model.transform(frame).where("y__output is null").count() == 0
-
-
-def test_a_saved_estimator_keeps_its_store_but_not_its_backend(
-    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = Store.create(str(tmp_path / "with space"))
-    net = TwoColumns()
-    backend = LocalBackend(1, env={"SERVICE_TOKEN": "hunter2"})
-    backend.lock = threading.Lock()  # type: ignore[attr-defined]
-    estimator = make_estimator(
-        store, net, feature_cols=["a", "b"], metrics=[], backend=backend, num_proc=None
-    )
-    estimator.save(str(tmp_path / "estimator"))
-    files = [file for file in (tmp_path / "estimator").rglob("*") if file.is_file()]
-    assert files
-    assert not any(b"hunter2" in file.read_bytes() for file in files)
-    loaded = TorchEstimator.load(str(tmp_path / "estimator"))
-    assert loaded.getBackend() is None
-    assert "backend of" in caplog.text
-    assert "is not saved with it. Set it again" in caplog.text
-    assert loaded.uid == estimator.uid
-    assert loaded.getStore().prefix_path == store.prefix_path
-    assert loaded.getBatchSize() == 16
-    # The optimizer is bound to the loaded model, not to a copy of its parameters.
-    held = loaded.getOptimizer().param_groups[0]["params"]
-    assert [id(p) for p in held] == [id(p) for p in loaded.getModel().parameters()]
-    with pytest.raises(StoreError, match="overwrite"):
-        estimator.save(str(tmp_path / "estimator"))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -46,44 +43,6 @@ def test_a_torchrun_program_trains_like_one_process_without_horovod(
     assert not any(uses_horovod for _, uses_horovod in of_ranks)
     for found in [found for found, _ in of_ranks if found]:
         assert_trained_as_alone(found)
-
-
-@pytest.mark.soak
-def test_concurrent_jobs_on_a_host_have_separate_process_groups(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Open both groups at the same time, on an executor started by another launcher."""
-
-    def meet(mine: str, other: str) -> tuple[float, str, str]:
-        total = sum_of_ranks()
-        (tmp_path / mine).touch()
-        deadline = time.monotonic() + 60
-        while not (tmp_path / other).exists():
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.05)
-        return total, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RUN_ID"]
-
-    outer = {"MASTER_PORT": "1", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in outer.items():
-        monkeypatch.setitem(spark.sparkContext.environment, name, value)
-    found: dict[str, Any] = {}
-
-    def call(mine: str, other: str, num_proc: int) -> None:
-        found[mine] = run(meet, (mine, other), num_proc=num_proc)
-
-    threads = [
-        threading.Thread(target=call, args=("a", "b", 2)),
-        threading.Thread(target=call, args=("b", "a", 1)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    (a0, a1), (b0,) = found["a"], found["b"]
-    assert a0 == a1
-    assert (a0[0], b0[0]) == (3.0, 1.0)
-    assert a0[1] != b0[1]
-    assert a0[2] != b0[2]
 
 
 @pytest.mark.once

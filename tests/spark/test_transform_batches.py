@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from broadcasts import broadcast_files
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from variants import others_in_soak
 
 from hvd_estimators.inference import frame as frames_of_udfs
 from hvd_estimators.torch import TorchModel
@@ -119,29 +117,6 @@ def test_rows_waiting_for_predictions_hold_no_other_large_values(
     assert "Expand" in plan[udf:made], plan
 
 
-def test_rows_of_known_small_size_are_sent_without_empty_rows(spark: Any, tmp_path: Path) -> None:
-    frame, notes = make_frame(spark, 30), tmp_path / "notes"
-    sizes = {"x": {"max_size": WIDTH, "dtype": "float64"}}
-    plans = [
-        str(model.transform(frame)._jdf.queryExecution().optimizedPlan())
-        for model in (
-            make_model(Noting(notes), "x", _metadata=sizes),
-            make_model(Noting(notes), "x", input_shapes=[[5, 10], [1]]),
-            make_model(Noting(notes), "x", input_shapes=[[-1, 5, -1], [1]]),
-            make_model(Noting(notes), "x"),
-        )
-    ]
-    assert ["__empty_" in plan for plan in plans] == [False, False, True, True]
-
-    names = [f"n{number}" for number in range(1000)]
-    model = TorchModel(
-        model=Noting(notes), feature_columns=names, label_columns=["y"], output_shapes=[[]]
-    )
-    numbers = spark.range(1).selectExpr(*(f"0.5d as {name}" for name in names))
-    plan = str(model.transform(numbers)._jdf.queryExecution().optimizedPlan())
-    assert "__empty_" not in plan  # 8,000 bytes, of 13,421 for each of 10,000 rows
-
-
 def test_rows_of_many_numbers_have_a_larger_limit(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,28 +131,6 @@ def test_rows_of_many_numbers_have_a_larger_limit(
     padded = frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1)
     assert padded is not None
     assert padded.frame.count() == 2 * 3  # 21 numbers, of 7 for each
-
-
-@pytest.mark.parametrize("num_columns", others_in_soak(20, 1000))
-def test_bytes_of_many_columns_are_counted(spark: Any, num_columns: int) -> None:
-    numbers = F.array_repeat(F.col("id"), 100)
-    frame = spark.range(2).select("id", *(numbers.alias(f"c{n}") for n in range(num_columns)))
-
-    padded = frames_of_udfs.pad_large_rows(frame, frame.columns, {}, output_items=3)
-
-    assert padded is not None
-    num_bytes = 8 * (1 + num_columns * 100 + 3)
-    share = frames_of_udfs.BATCH_BYTES / 10_000
-    assert padded.frame.count() == 2 * math.ceil(num_bytes / share)
-
-
-def test_nulls_are_found_among_empty_rows(spark: Any, tmp_path: Path) -> None:
-    frame = make_frame(spark, 5).withColumn("v", F.when(F.col("text") != "row 3", F.col("v")))
-    model = make_model(Noting(tmp_path / "notes"), "v").setHandleInvalid("error")
-    predicted = model.transform(frame)
-
-    with pytest.raises(Exception, match="Column 'v' holds nulls"):
-        predicted.collect()
 
 
 class Large(torch.nn.Module):

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as lightning
 import torch
-from preparing import make_estimator
+from estimators import line_estimator
 from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
-from hvd_estimators.lightning import LightningEstimator
 
 pytestmark = pytest.mark.spark
 
@@ -46,7 +44,7 @@ def estimator_of_lengths(store: Any, **params: Any) -> Any:
         "epochs": 12,
         "batch_size": 10,
     }
-    return make_estimator(store, **{**defaults, **params})
+    return line_estimator(store, **{**defaults, **params})
 
 
 @pytest.mark.parametrize(
@@ -82,47 +80,6 @@ def test_transformations_apply_to_parquet_of_other_programs(
     model = estimator.fit_on_parquet()
 
     assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
-
-
-class LengthModule(lightning.LightningModule):
-    """Train on a field that a transformation added, without the column that it removed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(1, 1)
-        torch.nn.init.zeros_(self.linear.weight)
-
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        assert set(batch) == {"length", "y"}
-        found = self.linear(batch["length"][:, None])[:, 0]
-        return torch.nn.functional.mse_loss(found, batch["y"].float())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-@pytest.mark.soak
-def test_a_lightning_module_trains_on_added_fields(spark: Any, store: Any) -> None:
-    estimator = LightningEstimator(
-        num_proc=1,
-        store=store,
-        model=LengthModule(),
-        feature_cols=["word"],
-        label_cols=["y"],
-        transformation_fn=lambda row: {**row, "length": len(row["word"])},
-        transformation_edit_fields=[("length", np.float32, (), False)],
-        transformation_removed_fields=["word"],
-        epochs=12,
-        batch_size=10,
-        random_seed=1,
-        verbose=0,
-    )
-
-    model = estimator.fit(make_frame(spark))
-
-    assert float(model.getModel().linear.weight) == pytest.approx(3, abs=0.05)
-    with pytest.raises(DataError, match="'word' is"):
-        estimator.copy({estimator.transformation_removed_fields: None}).fit(make_frame(spark))
 
 
 def test_strings_without_a_transformation_are_rejected(spark: Any, store: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
 from pyspark.sql import functions as F
@@ -126,18 +125,6 @@ def test_results_have_the_given_output_types(spark: Any, rows: Any) -> None:
             model.setOutputTypes(types).as_udf()
 
 
-def test_a_classifiers_columns_are_fields(spark: Any, rows: Any) -> None:
-    model = make_model(Same(), ["dense"], ["made"]).setOutputShapes([[2]])
-    model.setPredictionCol("class").setProbabilityCol("chances").setOutputsAre("logits")
-    columns = ["made", "class", "chances"]
-    expected = model.transform(rows).select("id", *columns).orderBy("id").collect()
-    found = rows.select("id", model.as_udf()("dense").alias("p")).select("id", "p.*")
-    assert found.columns == ["id", *columns]
-    as_vectors = found.withColumn("made", array_to_vector("made"))
-    as_vectors = as_vectors.withColumn("chances", array_to_vector("chances"))
-    assert as_vectors.orderBy("id").collect() == expected
-
-
 def test_nulls_give_nulls_or_an_error(spark: Any, rows: Any) -> None:
     kinds = ["mixed", "nested", "decimal", "float"]
     nulls = rows.where("id < 5").coalesce(1)
@@ -154,18 +141,6 @@ def test_nulls_give_nulls_or_an_error(spark: Any, rows: Any) -> None:
     assert found == dict.fromkeys(range(4), Row(sum=None, two=None, four=None))
     with pytest.raises(Exception, match="Column 'mixed' holds nulls"):
         nulls.select(model.setHandleInvalid("error").as_udf()(*kinds)).collect()
-
-
-def test_nan_predictions_stay_nan(spark: Any, rows: Any) -> None:
-    udf = make_model(Reciprocal(), ["id"], ["made"]).as_udf()
-    found = dict(map(tuple, rows.select("id", udf("id")).collect()))
-    assert np.isnan(found.pop(0))
-    assert found == dict.fromkeys(range(1, 7), 1.0)
-
-
-class Reciprocal(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / x
 
 
 class Lengths(LightningModel):
@@ -194,12 +169,3 @@ def test_prediction_functions_and_transformations_accept_text(spark: Any, rows: 
     )
     found = rows.select(transformed.as_udf()(F.col("id").cast("string"))).collect()
     assert sorted(row[0] for row in found) == list(range(7))
-
-
-def test_wrong_udf_names_and_outputs_are_rejected(spark: Any, rows: Any) -> None:
-    model = make_model(Same(), ["a", "b"], ["sum"])
-    for name in ("", 3, "Sum"):
-        with pytest.raises(ParamError, match="name: "):
-            model.as_udf(name)
-    with pytest.raises(ParamError, match="outputCols: the model has 1 outputs, found 2 names"):
-        model.copy({"outputCols": ["x", "y"]}).as_udf()
