@@ -275,7 +275,7 @@ def is_function(value: Any) -> bool:
     return inspect.isroutine(value) or isinstance(value, (type, functools.partial))
 
 
-def build(name: str, function: Any, kind: type, *args: Any, **kwargs: Any) -> Any:
+def build(name: str, function: Any, kind: type, /, *args: Any, **kwargs: Any) -> Any:
     """Return the object that a function of the user builds.
 
     Parameters

@@ -137,6 +137,11 @@ def shard(
     apply: Any = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=options.mode == "full"
     )
+    if options.activation_checkpointing:
+        for part in module.modules():
+            # A layer that computes again would add to the cache of Hugging Face's decoders.
+            if getattr(getattr(part, "config", None), "use_cache", False):
+                part.config.use_cache = False  # type: ignore[union-attr]
     with loading_weights(module, mapped=True) as load:
         for layer in options.layers_of(module):
             if options.activation_checkpointing:

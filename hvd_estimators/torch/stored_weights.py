@@ -184,7 +184,7 @@ def find_weights(path: str, store: Store) -> StoredWeights:
 
 
 def made_without_weights(
-    make: Callable[..., Any], path: str, store: Store, **arguments: Any
+    make: Callable[..., Any], path: str, store: Store, /, **arguments: Any
 ) -> torch.nn.Module:
     """Return the module that a function makes, without the weights that are in files.
 

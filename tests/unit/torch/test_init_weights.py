@@ -147,6 +147,20 @@ def test_adapters_keep_their_values(tmp_path: Path) -> None:
     assert base.first.lora_A["default"].weight.all()
 
 
+def test_a_function_may_have_any_arguments(tmp_path: Path) -> None:
+    def build(name: str, path: str, make: int) -> Net:
+        assert (name, path) == ("a", "b")
+        return Net(make)
+
+    path = save(tmp_path / "base", trained(), without="head")
+    estimator = TorchEstimator(
+        **{"model": build, "model_args": {"name": "a", "path": "b", "make": 5}},
+        **{"init_weights": path, "store": str(tmp_path)},
+    )
+    module: Any = TorchFramework.with_objects(estimator).getOrDefault("model")
+    assert module.head.weight.shape == (5, 4)
+
+
 def test_weights_of_other_types_become_those_of_the_model(tmp_path: Path) -> None:
     net = trained()
     path = str(tmp_path / "base.safetensors")
