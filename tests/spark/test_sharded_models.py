@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.store import LocalStore
+from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
 
 pytestmark = pytest.mark.spark
@@ -50,16 +50,20 @@ def frame(spark: SparkSession) -> Any:
 
 @pytest.fixture(scope="module")
 def fitted(frame: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LocalStore]:
+    store = LocalStore(str(tmp_path_factory.mktemp("sharded")))
+    return fit(frame, store), store
+
+
+def fit(frame: Any, store: Any) -> Any:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    store, net = LocalStore(str(tmp_path_factory.mktemp("sharded"))), Net()
-    estimator = TorchEstimator(
+    net = Net()
+    return TorchEstimator(
         **{"backend": LocalBackend(2), "store": store, "model": net, "run_id": "mine"},
         optimizer=torch.optim.Adam(net.parameters(), 0.01),
         loss=functional.mse_loss,
         **{"feature_cols": ["features"], "label_cols": ["label"], "sharding": "full"},
-        **{"batch_size": 5, "epochs": 2, "verbose": 0},
-    )
-    return estimator.fit(frame), store
+        **{"batch_size": 5, "epochs": 2, "verbose": 0, "random_seed": 3, "shuffle": False},
+    ).fit(frame)
 
 
 def predictions(model: Any, frame: Any) -> np.ndarray:
@@ -124,3 +128,20 @@ def test_a_saved_model_does_not_need_the_run(
     np.testing.assert_allclose(predictions(TorchModel.load(path), frame), found, rtol=0)
     with pytest.raises(StoreError, match="save it before you delete the run"):
         model.getModel()
+
+
+def test_a_model_stays_in_files_of_hdfs(
+    hdfs: Any, fitted: tuple[Any, LocalStore], frame: Any
+) -> None:
+    store = Store.create(f"{hdfs.url}/sharded")
+    model = fit(frame, store)
+    path = f"{hdfs.url}/saved-sharded"
+    model.save(path)
+    loaded = TorchModel.load(path)
+    store.delete_run("mine")
+    found = predictions(loaded, frame)
+    assert all(p.is_meta for p in loaded.getOrDefault("model").parameters())
+    torch.testing.assert_close(
+        loaded.getModel().state_dict(), fit(frame, fitted[1]).getModel().state_dict()
+    )
+    np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
