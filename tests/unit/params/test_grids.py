@@ -61,7 +61,7 @@ def test_wrong_grids_are_rejected_when_built() -> None:
     assert [point[estimator.validation] for point in built] == [None, 0.1]
 
 
-def test_learning_rate_replaces_the_rates_of_a_copied_optimizer() -> None:
+def test_learning_rate_replaces_the_rates_of_a_copied_optimizer(tmp_path: Path) -> None:
     net = torch.nn.Linear(1, 1)
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}]
     given = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
@@ -71,7 +71,7 @@ def test_learning_rate_replaces_the_rates_of_a_copied_optimizer() -> None:
     )
 
     file = module_file(TorchFramework(Fit(estimator).settings).trained_objects())
-    made = load_objects(file, torch.device("cpu")).optimizer
+    made = load_objects(file, Store.create(str(tmp_path)), torch.device("cpu")).optimizer
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]
     assert [group["momentum"] for group in made.param_groups] == [0.9, 0.9]
     assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
+from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.torch.dry_run import check_optimizer_state
@@ -280,10 +281,10 @@ class NeedsArguments:
         self.model = model
 
 
-def test_an_object_that_a_rank_cannot_load_is_a_typed_error():
+def test_an_object_that_a_rank_cannot_load_is_a_typed_error(tmp_path):
     file = module_file({"stateful": [NeedsArguments(torch.nn.Linear(1, 1))]})
     with pytest.raises(ParamError, match=r"cannot load it \(TypeError: .*NeedsArguments.__new__"):
-        load_objects(file, torch.device("cpu"))
+        load_objects(file, Store.create(str(tmp_path)), torch.device("cpu"))
 
 
 class Queued(torch.optim.SGD):
