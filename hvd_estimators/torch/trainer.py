@@ -338,8 +338,10 @@ class _Trainer:
         if weights is not None:
             drop_weights(objects.module)
             set_stored_weights(objects.module, weights)
-            kept = dict(trained.named_buffers())
         objects.module.load_state_dict(kept, strict=False)
+        buffers = dict(trained.named_buffers())
+        for name, buffer in objects.module.named_buffers():
+            buffer.copy_(buffers[name])  # also those that a state_dict() lacks
         objects.optimizer.state.clear()
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 

@@ -34,8 +34,11 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(4)
         self.last = torch.nn.Linear(4, 4)
         self.last.weight = self.layers[0].weight
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.last(self.norm(x)).sum(dim=1)
@@ -105,6 +108,7 @@ def test_a_model_stays_in_files_until_it_is_asked_for(
     )
 
     module = loaded.getModel()
+    assert module.seen == 2 * 4  # steps
     torch.testing.assert_close(module.state_dict(), net.state_dict(), rtol=0, atol=0)
     assert module.last.weight is module.layers[0].weight
     np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
