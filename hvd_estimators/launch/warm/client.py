@@ -314,6 +314,7 @@ class WarmStart:
         others = {each[1:] for each in listed if each.startswith(prefix)} - {name}
         for other in others if len(others) >= _MOST_PROCESSES else ():
             with contextlib.suppress(OSError), connected(other) as connection:
+                connection.recv(4096)  # its greeting, which fails on a closed connection
                 connection.send(END)
 
     def _owner_prefix(self) -> str:
