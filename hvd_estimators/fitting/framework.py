@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.run import GridFit, RunResults
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
@@ -296,6 +296,8 @@ def build(name: str, function: Any, kind: type, /, *args: Any, **kwargs: Any) ->
     """
     try:
         built = function(*args, **kwargs)
+    except HvdEstimatorsError:
+        raise
     except Exception as error:
         given = f" with {_described(kwargs)}" if kwargs else ""
         raise ParamError(

@@ -65,6 +65,11 @@ def check_training(settings: LightningSettings) -> None:
                 f"{name}: a LightningModule brings its own. Leave {name} out, or train a plain "
                 "torch.nn.Module with TorchEstimator."
             )
+    if settings.only_trainable and settings.init_weights is not None:
+        raise ParamError(
+            "only_trainable: found init_weights beside it, which LightningEstimator does not "
+            "combine. Leave init_weights out, and load the weights in the function of the model."
+        )
     if settings.only_trainable and settings.learning_rate is not None:
         raise ParamError(
             "learning_rate: with only_trainable, the function of the model sets it. Leave "

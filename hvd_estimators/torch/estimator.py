@@ -232,7 +232,8 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
     only_trainable = param(
         "Whether checkpoints, the fitted model and its saved form hold only the parameters that "
         "require gradients when model, a function, returns the module, and the buffers. The "
-        "function makes the frozen parameters again wherever the model is loaded.",
+        "frozen ones are read from init_weights wherever the model is loaded; without it, the "
+        "function makes them again.",
         default=False,
         convert=boolean,
     )

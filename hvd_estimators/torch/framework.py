@@ -89,16 +89,18 @@ class TorchFramework(Framework):
         function, remembers = map(estimator.getOrDefault, ("model", "only_trainable"))
         path = estimator.getOrDefault("init_weights")
         if path is not None:
-            if remembers or not is_function(function):
-                found = "only_trainable" if remembers else f"a {type(function).__name__} as model"
+            if not is_function(function):
                 raise ParamError(
-                    f"found {found} beside it. Set model to a function that makes the module, and "
-                    "leave only_trainable out.",
+                    f"found a {type(function).__name__} as model beside it. Set model to a "
+                    "function that makes the module.",
                     param="init_weights",
                 )
-            make = functools.partial(
-                made_without_weights, function, path, as_store(estimator.getOrDefault("store"))
-            )
+            store = as_store(estimator.getOrDefault("store"))
+
+            @functools.wraps(function)
+            def make(**arguments: Any) -> torch.nn.Module:
+                return made_without_weights(function, path, store, remembers, **arguments)
+
             # Only the ranks have the weights to try.
             estimator = estimator.copy({"model": make, "dry_run": False})
         if remembers and not is_function(function):
@@ -108,7 +110,7 @@ class TorchFramework(Framework):
                 "example with from_pretrained(), and optimizer to one that takes its parameters."
             )
         estimator = super().with_objects(estimator)
-        if remembers:
+        if remembers and path is None:
             arguments, seed = map(estimator.getOrDefault, ("model_args", "random_seed"))
             built = plain_module(estimator.getOrDefault("model"))
             remember_function(built, function, arguments, seed)

@@ -9,7 +9,7 @@ predictors. The modules here are plain ones, see `plain_module`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ class FrozenBase:
             return self.function(**self.arguments)
 
 
-_BASES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[FrozenBase, frozenset[str]]]
+# Without a `FrozenBase`, the frozen weights are in files, see `stored_weights`.
+_BASES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[FrozenBase | None, frozenset[str]]]
 _BASES = weakref.WeakKeyDictionary()
 
 
@@ -63,6 +64,18 @@ def remember_function(
     base = FrozenBase(function, arguments, seed, _digest(module, frozen))
     _BASES[module] = base, frozen
     return base
+
+
+def remember_files(module: torch.nn.Module, names: Collection[str]) -> None:
+    """Record that files have some parameters of a module; the frozen ones are not kept."""
+    named = module.named_parameters()
+    frozen = frozenset(n for n, value in named if n in names and not value.requires_grad)
+    _BASES[module] = None, frozen
+
+
+def leaves_out_frozen(module: torch.nn.Module) -> bool:
+    """Return whether the files of a module lack its frozen weights."""
+    return module in _BASES
 
 
 def _digest(module: torch.nn.Module, names: frozenset[str]) -> str:
@@ -85,7 +98,7 @@ def base_of(module: torch.nn.Module) -> FrozenBase | None:
 
 def parts_of(module: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str]]:
     """Return module and name of each layer, parameter and buffer by id, if a function makes it."""
-    if module not in _BASES:
+    if base_of(module) is None:
         return {}
     parts = (module.named_modules, module.named_parameters, module.named_buffers)
     return {id(part): (module, name) for named in parts for name, part in named()}
@@ -100,6 +113,7 @@ def pickled(module: torch.nn.Module) -> tuple[FrozenBase, dict[str, Any]]:
         If a frozen weight has changed since the function made the module.
     """
     base, names = _BASES[module]
+    assert base is not None
     if _digest(module, names) != base.digest:
         raise ParamError(
             "model: its frozen weights have changed since the function made it with "
@@ -144,10 +158,15 @@ def keep_only_trainable(module: torch.nn.Module) -> None:
         module.register_load_state_dict_post_hook(_ignore_frozen)
 
 
+def _frozen(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of weights that files lack; none for a trained module on the driver."""
+    return _BASES[module][1] if module in _BASES else frozenset()
+
+
 def _leave_out_frozen(
     module: torch.nn.Module, state: dict[str, Any], prefix: str = "", metadata: Any = None
 ) -> None:
-    names = _BASES[module][1]
+    names = _frozen(module)
     for name, value in module.named_parameters():
         if name in names and value.requires_grad:
             raise ParamError(
@@ -160,7 +179,7 @@ def _leave_out_frozen(
 
 
 def _ignore_frozen(module: torch.nn.Module, keys: Any) -> None:
-    names = _BASES[module][1]
+    names = _frozen(module)
     # A compiled module's names have a prefix.
     missing = [name for name in keys.missing_keys if name.removeprefix("_orig_mod.") not in names]
     keys.missing_keys[:] = missing
@@ -178,7 +197,7 @@ def check_frozen(module: torch.nn.Module, digests: Mapping[str, str]) -> None:
         base, names = _BASES[module]
         frozen = {name: digest for name, digest in digests.items() if name in names}
         # Ranks that hold parts have no digests of whole weights.
-        if frozen and combined_digest(frozen) != base.digest:
+        if base is not None and frozen and combined_digest(frozen) != base.digest:
             raise ParamError(
                 "only_trainable: training has changed parameters that require no gradients, which "
                 "the fitted model would not have. Leave only_trainable out."

@@ -32,6 +32,7 @@ from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
+    copied,
     module_payload,
     plain_module,
     save_state,
@@ -103,10 +104,14 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         """Return the trained module.
 
         The weights of a model that was trained with ``sharding`` are files in the store, or beside
-        the saved model. This method reads them, and keeps them in memory.
+        the saved model. This method reads them, and keeps them in memory. With ``only_trainable``
+        and ``init_weights``, it returns a copy with the base at each call.
         """
         module: Any = self.getOrDefault("model")
-        return load_weights(module) if isinstance(module, torch.nn.Module) else module
+        weights = stored_weights(module)
+        if weights is None:
+            return module
+        return load_weights(copied(module) if weights.is_base else module)
 
     def _plain_model(self) -> torch.nn.Module:
         """Return the module, not compiled."""

@@ -40,6 +40,7 @@ from hvd_estimators.torch.frozen_base import (
     remade,
 )
 from hvd_estimators.torch.sharding import sharded_optimizer_state, with_tensors
+from hvd_estimators.torch.stored_weights import stored_weights
 
 logger = logging.getLogger(__name__)
 
@@ -549,7 +550,7 @@ def trained_file(
     Parameters
     ----------
     module : torch.nn.Module
-        The module; it is moved to the CPU.
+        The module; it is moved to the CPU, unless it has weights in files.
     given : callable
         Returns the module that the rank received.
     further : mapping
@@ -557,7 +558,8 @@ def trained_file(
     others : tuple
         Further objects, such as the optimizer.
     """
-    module = module.cpu()
+    if stored_weights(module) is None:
+        module = module.cpu()
     local = LocalFile()
     try:
         # Ranks, and callbacks on them, have registered step hooks.

@@ -22,7 +22,6 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
 )
 from hvd_estimators.torch.stored_weights import (
-    StoredWeights,
     find_weights_in,
     set_stored_weights,
     stored_weights,
@@ -41,7 +40,7 @@ class TorchSharedParams(DeclaredParams, Saved):
             if weights is None:
                 return dump_module(value)
             saved = copied(value)
-            set_stored_weights(saved, StoredWeights(weights.files, names=weights.names))
+            set_stored_weights(saved, weights.without_store)
             return dump_module(saved)
         model = self.getOrDefault("model") if name == "optimizer" else None
         if isinstance(model, torch.nn.Module):

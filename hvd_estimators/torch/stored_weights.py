@@ -2,13 +2,17 @@
 
 Such a module has parameters on the meta device, which have a shape and no memory, and an attribute
 that tells the files. It is sent and saved without its weights, and reads them where it computes.
+With ``only_trainable``, the files of ``init_weights`` are the base of the fitted model, which has
+only the other weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import posixpath
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +33,8 @@ _WEIGHTS = "hvd_estimators weights"
 
 _SUFFIX = ".safetensors"
 
+_END_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class StoredWeights:
@@ -45,12 +51,20 @@ class StoredWeights:
         The folder of the files.
     names : mapping of str to str
         Names in the files of parameters and buffers that have other names in the module.
+    is_base : bool
+        Whether the fitted model refers to the files, which are not copied.
     """
 
     files: tuple[TensorFile, ...]
     store: Store | None = None
     folder: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    is_base: bool = False
+
+    @property
+    def without_store(self) -> StoredWeights:
+        """The same for a saved model: only a base keeps its folder."""
+        return replace(self, store=None, folder=self.folder if self.is_base else "")
 
     def reader(self, mapped: bool = False) -> TensorReader:
         """Return a reader of the files.
@@ -62,18 +76,26 @@ class StoredWeights:
         """
         assert self.store is not None
         try:
-            return TensorReader(self.store, [f"{self.folder}/{f.name}" for f in self.files], mapped)
+            paths = [f"{self.folder}/{file.name}" for file in self.files]
+            reader = TensorReader(self.store, paths, mapped)
         except FileNotFoundError as error:
             raise StoreError(
                 f"The weights of the model are missing in the store ({error}). A model that fit() "
                 "returns may have its weights in the folder of its run; save it before you delete "
                 "the run."
             ) from error
+        for path, file in zip(paths, self.files, strict=True):
+            if self.is_base and _mark(self.store, path) != file.sha256:
+                raise StoreError(
+                    f"{path!r} has changed since the fit, and the model needs its weights. Restore "
+                    "the file."
+                )
+        return reader
 
     def local_copies(self) -> Iterator[tuple[str, LocalFile]]:
-        """Yield the name and a verified local copy of each file."""
+        """Yield the name and a verified local copy of each file, but none of a base."""
         assert self.store is not None
-        for file in self.files:
+        for file in () if self.is_base else self.files:
             yield file.name, fetch(self.store, f"{self.folder}/{file.name}", file.sha256)[0]
 
 
@@ -91,9 +113,14 @@ def set_stored_weights(module: torch.nn.Module, weights: StoredWeights) -> None:
 def find_weights_in(module: Any, store: Store, folder: str | None = None) -> None:
     """Note the store of a module's weights, and their folder in a saved model."""
     weights = stored_weights(module)
-    if weights is not None and weights.store is None:
+    if weights is None or weights.store is not None:
+        return
+    if weights.is_base:
+        own = Store.create(weights.folder)
+        found = replace(weights, store=store if type(store) is type(own) else own)
+    else:
         found = replace(weights, store=store, folder=weights.folder if folder is None else folder)
-        set_stored_weights(module, found)
+    set_stored_weights(module, found)
 
 
 def drop_weights(module: torch.nn.Module) -> None:
@@ -103,6 +130,22 @@ def drop_weights(module: torch.nn.Module) -> None:
     """
     for parameter in module.parameters():
         _replace(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def refer_to_base(module: torch.nn.Module, base: StoredWeights) -> None:
+    """Drop the frozen weights that a base has, and note the base."""
+    for name, parameter in module.named_parameters():
+        if name in base.names and not parameter.requires_grad:
+            _replace(parameter, torch.empty_like(parameter, device="meta"))
+    set_stored_weights(module, base)
+
+
+def put_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load some weights, also into parameters on the meta device."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and name in weights:
+            _replace(parameter, weights[name])
+    module.load_state_dict(weights, strict=False)
 
 
 def _replace(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -180,11 +223,18 @@ def find_weights(path: str, store: Store) -> StoredWeights:
             "such as save_pretrained() of Hugging Face writes, that all machines can read.",
             param="init_weights",
         )
-    return StoredWeights(tuple(TensorFile(name, 0, "") for name in names), store, folder)
+    files = [TensorFile(name, 0, _mark(store, f"{folder}/{name}")) for name in names]
+    return StoredWeights(tuple(files), store, folder)
+
+
+def _mark(store: Store, path: str) -> str:
+    """Return a digest of a file's ends, by which a file of other weights is noticed quickly."""
+    ends = store.read_ranges(path, [(0, _END_BYTES), (-_END_BYTES, None)])
+    return hashlib.sha256(b"".join(ends)).hexdigest()
 
 
 def made_without_weights(
-    make: Callable[..., Any], path: str, store: Store, /, **arguments: Any
+    make: Callable[..., Any], path: str, store: Store, is_base: bool = False, /, **arguments: Any
 ) -> torch.nn.Module:
     """Return the module that a function makes, without the weights that are in files.
 
@@ -199,6 +249,8 @@ def made_without_weights(
         The files, see `find_weights`.
     store : Store
         The store of the run.
+    is_base : bool
+        Whether the fitted model shall refer to the files.
     **arguments
         Passed to the function.
 
@@ -218,7 +270,7 @@ def made_without_weights(
         module = make(**arguments)
     names = {name: stored.name for name, stored in _in_files(module, reader).values()}
     of_run = None if weights.store is store else weights.store
-    set_stored_weights(module, replace(weights, names=names, store=of_run))
+    set_stored_weights(module, replace(weights, names=names, store=of_run, is_base=is_base))
     _check_lacking(module, reader, names)
     return module
 
@@ -255,8 +307,9 @@ def _check_lacking(module: torch.nn.Module, reader: TensorReader, names: Mapping
 
 
 def _of_base(name: str) -> str:
-    """Return a parameter's name in the model that peft has given adapters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    """Return a parameter's name in the model that peft has given adapters or layers to train."""
+    within = re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)\.", ".", name)
+    return within.removeprefix("base_model.model.")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,13 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.frozen_base import base_of, check_frozen, keep_only_trainable
+from hvd_estimators.torch.frozen_base import (
+    base_of,
+    check_frozen,
+    keep_only_trainable,
+    leaves_out_frozen,
+    remember_files,
+)
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
@@ -53,7 +59,10 @@ from hvd_estimators.torch.stored_weights import (
     drop_weights,
     find_weights_in,
     load_weights,
+    put_weights,
+    refer_to_base,
     set_stored_weights,
+    stored_weights,
 )
 from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
@@ -125,8 +134,11 @@ def load_objects(file: LocalFile, store: Store, device: torch.device | None) -> 
             "object on the ranks, such as in a callback's on_train_begin(), or give its class a "
             "__reduce__() that recreates it."
         ) from error
-    keep_only_trainable(plain_module(objects.module))
     find_weights_in(objects.module, store)
+    base = stored_weights(objects.module)
+    if base is not None and base.is_base:
+        remember_files(plain_module(objects.module), base.names)
+    keep_only_trainable(plain_module(objects.module))
     if objects.learning_rate is not None:
         for group in objects.optimizer.param_groups:
             group["lr"] = objects.learning_rate
@@ -303,6 +315,11 @@ class _Trainer:
             self.averager.remove()
             content = self.checkpoints.content()
             del content["model"]
+            if leaves_out_frozen(self.original_module) and base_of(self.original_module) is None:
+                begun: TrainedObjects = load_module(spec.objects, mapped=True)
+                base = stored_weights(begun.module)
+                assert base is not None
+                refer_to_base(self.module.cpu(), base)
             state = trained_file(
                 self.module,
                 lambda: load_module(spec.objects, mapped=True).module,
@@ -326,7 +343,7 @@ class _Trainer:
         The optimizer has no state.
         """
         trained = self.original_module
-        has_base = base_of(trained) is not None
+        has_base = leaves_out_frozen(trained)
         weights = None if has_base else self.checkpoints.write_weights()
         kept: dict[str, Any] = gathered(trained.state_dict()) if has_base else {}
         if self.rank:
@@ -338,7 +355,7 @@ class _Trainer:
         if weights is not None:
             drop_weights(objects.module)
             set_stored_weights(objects.module, weights)
-        objects.module.load_state_dict(kept, strict=False)
+        put_weights(objects.module, kept)
         buffers = dict(trained.named_buffers())
         for name, buffer in objects.module.named_buffers():
             buffer.copy_(buffers[name])  # also those that a state_dict() lacks

@@ -25,10 +25,21 @@ def write_base(folder: str, seed: int = 5) -> None:
 
 def adapted(folder: str) -> torch.nn.Module:
     """Return the Llama of a folder with adapters; these and the head train."""
-    from peft import LoraConfig, TaskType, get_peft_model
     from transformers import LlamaForSequenceClassification
 
-    base = LlamaForSequenceClassification.from_pretrained(folder)
+    return _with_adapters(LlamaForSequenceClassification.from_pretrained(folder))
+
+
+def adapted_without_base(folder: str) -> torch.nn.Module:
+    """Return the same without the weights of the folder."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    return _with_adapters(LlamaForSequenceClassification(LlamaConfig.from_pretrained(folder)))
+
+
+def _with_adapters(base: Any) -> torch.nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model
+
     torch.manual_seed(7)
     config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["q_proj", "v_proj"])
     made: torch.nn.Module = get_peft_model(base, config)

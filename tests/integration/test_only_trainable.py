@@ -72,14 +72,18 @@ def train_alone(rows: list[dict[str, Any]], base: str) -> torch.nn.Module:
     return net
 
 
+@pytest.mark.parametrize("of_files", [False, True], ids=["function", "files"])
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_adapters_train_as_in_one_process_and_resume_without_frozen_weights(
-    store: Any, base: str, sharding: str
+    store: Any, base: str, sharding: str, of_files: bool
 ) -> None:
     rows = write(store)
+    begin: dict[str, Any] = {"sharding": sharding}
+    if of_files:
+        begin.update(model=llama.adapted_without_base, init_weights=base)
     model = fit(
         *(store, base),
-        sharding=sharding,
+        **begin,
         run_id="mine",
         checkpoint_every_n_steps=1,
         keep_checkpoints=99,
@@ -102,7 +106,7 @@ def test_adapters_train_as_in_one_process_and_resume_without_frozen_weights(
     others = [{}, {"sharding": "none"}, {"backend": shared_ranks(1)}]
     runs = [*kept_checkpoints(store, "mine")]
     for number, run_id in enumerate([runs[1][0], runs[2][0], runs[-2][0]]):
-        same = fit(store, base, run_id=run_id, **{"sharding": sharding, **others[number]})
+        same = fit(store, base, run_id=run_id, **{**begin, **others[number]})
         tolerance = 0.0 if number == 0 else 1e-5
         torch.testing.assert_close(
             same.getModel().state_dict(),

@@ -196,10 +196,6 @@ def test_wrong_files_and_models_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(ParamError, match=r"^model: the parameter 'copy\.weight' is not in the"):
         make(path, Copies)
-    for params, found in (
-        ({"model": Net()}, "a Net as model"),
-        ({"model": Net, "only_trainable": True}, "only_trainable"),
-    ):
-        estimator = TorchEstimator(init_weights=path, store=str(tmp_path), **params)
-        with pytest.raises(ParamError, match=f"^init_weights: found {found} beside it"):
-            TorchFramework.with_objects(estimator)
+    estimator = TorchEstimator(init_weights=path, store=str(tmp_path), model=Net())
+    with pytest.raises(ParamError, match=r"^init_weights: found a Net as model"):
+        TorchFramework.with_objects(estimator)
