@@ -42,9 +42,12 @@ class Folder(abc.ABC):
     ----------
     url : str
         The directory's URL for Spark.
+    path : str
+        The path or URL by which a store finds the directory.
     """
 
     url: str
+    path: str
 
     @abc.abstractmethod
     def exists(self, name: str = "") -> bool:
@@ -110,6 +113,7 @@ class _StoreFolder(Folder):
 
     def __init__(self, store: Store) -> None:
         self.url = store.url(store.folder)
+        self.path = store.folder
         self._store = store
 
     def exists(self, name: str = "") -> bool:
@@ -167,7 +171,7 @@ class _LocalFolder(_StoreFolder):
 
 class _HadoopFolder(Folder):
     def __init__(self, jvm: Any, configuration: Any, filesystem: Any, root: Any) -> None:
-        self.url = root.toString()
+        self.url = self.path = root.toString()
         self._jvm = jvm
         self._fs = jvm.org.apache.hadoop.fs
         self._configuration = configuration

@@ -70,8 +70,11 @@ class Saved(MLWritable, MLReadable[Any]):
         """Return large files of params, with their names beside the params."""
         return ()
 
-    def _loaded_from(self, url: str) -> None:
+    def _loaded_from(self, path: str) -> None:
         """Note the folder of the params after loading, for classes with further files."""
+
+    def _saved_to(self, path: str, params: str) -> None:
+        """Note the folder of the params after saving, in which older folders were deleted."""
 
     def _kept_elsewhere(self) -> str:
         """Return a hint about another copy of the instance, for errors; empty without a copy.
@@ -154,6 +157,7 @@ class _Writer(MLWriter):
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)
+        self._instance._saved_to(folder.path, params)
 
 
 def _data_files(folder: Folder, name: str) -> list[str]:
@@ -253,7 +257,7 @@ class _Reader(MLReader[Any]):
         }
         for name, value in instance._load_params(documents).items():
             instance._store_value(name, value)
-        instance._loaded_from(f"{folder.url}/{params}")
+        instance._loaded_from(f"{folder.path}/{params}")
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance

@@ -162,7 +162,7 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         In the order in which they were written. The ``monitor`` of the last checkpoint that has one
         is used to compare all of them.
     """
-    judge = next((info for info in reversed(infos) if info.monitor is not None), None)
+    judge = next((info for info in reversed(infos) if info.monitor in info.metrics), None)
     if judge is None or judge.monitor is None:
         return None
     sign = 1.0 if judge.mode == "min" else -1.0

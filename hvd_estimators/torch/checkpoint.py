@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoints import TensorFile, checkpoint_path
 from hvd_estimators.store.paths import Position, tensors_of
 from hvd_estimators.torch.collectives import exchange
@@ -39,7 +40,7 @@ from hvd_estimators.torch.sharding import (
     without_tensors,
 )
 from hvd_estimators.torch.stateful import StatefulObjects
-from hvd_estimators.torch.stored_weights import StoredWeights
+from hvd_estimators.torch.stored_weights import INDEX, StoredWeights
 from hvd_estimators.torch.tensor_files import StoredTensor, write_tensors
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
@@ -255,7 +256,14 @@ class RunCheckpoints:
         content, tensors = without_tensors(self.content(**further))
         path = checkpoint_path(self._spec.run, position)
         # A rank of an earlier launch may still write, so no two saves use the same names.
-        token = exchange.broadcast(uuid.uuid4().hex[:8], "checkpoint_files")
+        shapes = [(name, tuple(value.shape)) for name, value in tensors.items()]
+        token = uuid.uuid4().hex[:8]
+        (token, first), *others = exchange.gather((token, shapes), "checkpoint_files")
+        if any(other != first for _, other in others):
+            raise ParamError(
+                "stateful or callbacks: their states have other sharded tensors on one rank than "
+                "on another. With sharding, all ranks must keep the same ones."
+            )
         begins = f"{posixpath.basename(tensors_of(path))}/{token}"
         files, _ = self._write_tensors(posixpath.dirname(path), begins, tensors)
         return {**content, "files": [file.name for file in files]}, files
@@ -277,7 +285,7 @@ class RunCheckpoints:
                 "weight_map": index,
             }
             text = json.dumps(document, indent=1)
-            self._spec.store.write_text(f"{folder}/model.safetensors.index.json", text)
+            self._spec.store.write_text(f"{folder}/{INDEX}", text)
         return StoredWeights(files, folder=folder)
 
     def _write_tensors(

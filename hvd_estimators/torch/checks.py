@@ -201,7 +201,27 @@ def check_sharding(settings: TorchSettings) -> None:
                 "reduce. Create it with sparse=False."
             )
     if not settings.makes_layers_on_ranks:
-        settings.sharding_options.layers_of(module)
+        _check_parts(module, settings)
+
+
+def _check_parts(module: torch.nn.Module, settings: TorchSettings) -> None:
+    """Check that torch can cut the parameters, and compute layers again."""
+    for name, parameter in module.named_parameters():
+        if not (parameter.dim() and parameter.numel() and parameter.is_contiguous()):
+            raise ParamError(
+                f"model: the parameter {name!r} of shape {tuple(parameter.shape)} cannot be shared "
+                f"with sharding={settings.sharding!r}. Parameters need a dimension, numbers, and "
+                "the default memory format: torch.nn.Parameter(torch.ones(1)), not torch.ones(())."
+            )
+    for layer in settings.sharding_options.layers_of(module):
+        for part in layer.modules():
+            has_sums = getattr(part, "running_mean", None) is not None
+            if settings.activation_checkpointing and has_sums:
+                raise ParamError(
+                    f"activation_checkpointing: found a {type(part).__name__} in a layer that "
+                    "computes again, which would update its running statistics twice. Leave "
+                    "activation_checkpointing out, or name other layers in shard_modules."
+                )
 
 
 def _check_step(settings: TorchSettings) -> None:

@@ -15,12 +15,13 @@ import torch
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.loading.collate import CollatedBatch
+from hvd_estimators.store import Store
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.stored_weights import load_weights
+from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import AnyColumns
 
 
@@ -36,6 +37,8 @@ class TorchEvaluator:
         Precision of validation in training, see ``precision``.
     resources : Resources
         Threads and GPU.
+    weights_in : tuple of (Store, str), optional
+        Store and folder of the module's weights, if the document has none.
     """
 
     def __init__(
@@ -43,10 +46,13 @@ class TorchEvaluator:
         document: bytes | os.PathLike[str],
         precision: str,
         resources: Resources = DEFAULT_RESOURCES,
+        weights_in: tuple[Store, str] | None = None,
     ) -> None:
         forward = Forward("float32", resources)
         self._device = forward.device
         module, loaded = load_module(document, mapped=True)
+        if weights_in is not None:
+            find_weights_in(plain_module(module), *weights_in)
         self._module = forward.placed(load_weights(plain_module(module), mapped=True).eval())
         self._tensors = loaded.tensors
         self._precision = precision

@@ -38,7 +38,12 @@ from hvd_estimators.torch.serialization import (
     save_state,
 )
 from hvd_estimators.torch.shared_params import TorchSharedParams
-from hvd_estimators.torch.stored_weights import load_weights, stored_weights
+from hvd_estimators.torch.stored_weights import (
+    load_weights,
+    set_stored_weights,
+    stored_weights,
+    weights_place,
+)
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
 if TYPE_CHECKING:
@@ -111,7 +116,10 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         weights = stored_weights(module)
         if weights is None:
             return module
-        return load_weights(copied(module) if weights.is_base else module)
+        if weights.is_base:
+            module = copied(module)
+            set_stored_weights(module, weights)
+        return load_weights(module)
 
     def _plain_model(self) -> torch.nn.Module:
         """Return the module, not compiled."""
@@ -127,8 +135,10 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         spec, precision = self._transform_spec(), self.getOrDefault("inference_precision")
         module = self._plain_model()
 
+        weights_in = weights_place(module)
+
         def load(document: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
-            return TorchPredictor(document, spec, precision, resources)
+            return TorchPredictor(document, spec, precision, resources, weights_in)
 
         return module_payload(module), load
 
@@ -136,8 +146,10 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         module, precision = self._plain_model(), self.getOrDefault("precision")
         objective = objective_of(self.getOrDefault, self._transform_spec())
 
+        weights_in = weights_place(module)
+
         def load(payload: Payload, resources: Resources = DEFAULT_RESOURCES) -> TorchEvaluator:
-            return TorchEvaluator(payload, precision, resources)
+            return TorchEvaluator(payload, precision, resources, weights_in)
 
         return module_payload(module, objective), load, functools.partial(combine, objective)
 

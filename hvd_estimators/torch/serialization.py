@@ -39,7 +39,11 @@ from hvd_estimators.torch.frozen_base import (
     pickled,
     remade,
 )
-from hvd_estimators.torch.sharding import sharded_optimizer_state, with_tensors
+from hvd_estimators.torch.sharding import (
+    sharded_optimizer_state,
+    with_parts,
+    with_tensors,
+)
 from hvd_estimators.torch.stored_weights import stored_weights
 
 logger = logging.getLogger(__name__)
@@ -483,6 +487,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     before = optimizer.param_groups
     if _is_of_torch(state):
         state = sharded_optimizer_state(optimizer, state)
+    else:
+        state = with_parts(state, optimizer.param_groups[0]["params"][0])
     optimizer.load_state_dict(state)
     for inner in sharing:
         # Loading gives both new groups, or only the inner one.

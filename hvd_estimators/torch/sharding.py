@@ -101,9 +101,18 @@ def _entries_of_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the entries of a module's lists of layers, but not of lists within an entry."""
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
-            yield from (entry for entry in child if any(True for _ in entry.parameters()))
+            yield from _called(child)
         else:
             yield from _entries_of_lists(child)
+
+
+def _called(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the layers with parameters in a list, also of lists and dicts of layers."""
+    for entry in container.children():
+        if isinstance(entry, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            yield from _called(entry)
+        elif any(True for _ in entry.parameters()):
+            yield entry
 
 
 def shard(
@@ -325,14 +334,23 @@ def sharded_optimizer_state(
     return {**state, "state": parts}
 
 
+def with_parts(value: Any, like: Any) -> Any:
+    """Return a value's dicts, lists and tuples with this rank's parts of tensors in files."""
+    if isinstance(value, StoredTensor):
+        return stored_part(value, like)
+    if isinstance(value, Mapping):
+        return {key: with_parts(entry, like) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_parts(entry, like) for entry in value)
+    return value
+
+
 def _parts_of(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     """Return the optimizer's state of a parameter; entries of its shape are cut like it."""
     return {
         name: _part(value, parameter)
-        if isinstance(value, torch.Tensor | StoredTensor)
-        and value.shape == parameter.shape
-        and len(value.shape)
-        else value
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        else with_parts(value, parameter)
         for name, value in entries.items()
     }
 

@@ -66,8 +66,13 @@ class TorchSharedParams(DeclaredParams, Saved):
         if weights is not None:
             yield from weights.local_copies()
 
-    def _loaded_from(self, url: str) -> None:
+    def _loaded_from(self, path: str) -> None:
         module = self.getOrDefault("model")
         if stored_weights(module) is not None:
-            store = Store.create(url)
-            find_weights_in(module, store, store.get_full_path(url).rstrip("/"))
+            store = Store.create(path)
+            find_weights_in(module, store, store.get_full_path(path).rstrip("/"))
+
+    def _saved_to(self, path: str, params: str) -> None:
+        weights = stored_weights(self.getOrDefault("model"))
+        if weights is not None and weights.folder.startswith(f"{path}/"):
+            self._loaded_from(f"{path}/{params}")

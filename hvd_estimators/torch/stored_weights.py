@@ -13,12 +13,14 @@ import hashlib
 import logging
 import posixpath
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.base import Store
@@ -33,7 +35,12 @@ _WEIGHTS = "hvd_estimators weights"
 
 _SUFFIX = ".safetensors"
 
+INDEX = "model.safetensors.index.json"
+"""Name of the file that tells which files have which weights."""
+
 _END_BYTES = 2**20
+
+_PATCHING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,8 @@ class StoredWeights:
     files : tuple of TensorFile
         The files.
     store : Store or None
-        The store of the files. None is the store of the run, or of the saved model: its options may
-        be secrets, so they are not written with the module.
+        The store of the files. Its options may be secrets, so it is not pickled; `find_weights_in`
+        sets it again.
     folder : str
         The folder of the files.
     names : mapping of str to str
@@ -60,6 +67,13 @@ class StoredWeights:
     folder: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     is_base: bool = False
+
+    def __reduce__(self) -> Any:
+        """Leave out the store, whose options may be secrets. Pickles may be written to files."""
+        return StoredWeights, (self.files, None, self.folder, self.names, self.is_base)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
+        return self
 
     @property
     def without_store(self) -> StoredWeights:
@@ -80,9 +94,9 @@ class StoredWeights:
             reader = TensorReader(self.store, paths, mapped)
         except FileNotFoundError as error:
             raise StoreError(
-                f"The weights of the model are missing in the store ({error}). A model that fit() "
-                "returns may have its weights in the folder of its run; save it before you delete "
-                "the run."
+                f"The weights of the model are missing ({error}). A model that fit() returned has "
+                "them in the folder of its run: save it before you delete the run. A model that "
+                "was saved there again has to be loaded again."
             ) from error
         for path, file in zip(paths, self.files, strict=True):
             if self.is_base and _mark(self.store, path) != file.sha256:
@@ -93,7 +107,7 @@ class StoredWeights:
         return reader
 
     def local_copies(self) -> Iterator[tuple[str, LocalFile]]:
-        """Yield the name and a verified local copy of each file, but none of a base."""
+        """Yield the name and a verified local copy of each file; a base is not copied."""
         assert self.store is not None
         for file in () if self.is_base else self.files:
             yield file.name, fetch(self.store, f"{self.folder}/{file.name}", file.sha256)[0]
@@ -113,14 +127,22 @@ def set_stored_weights(module: torch.nn.Module, weights: StoredWeights) -> None:
 def find_weights_in(module: Any, store: Store, folder: str | None = None) -> None:
     """Note the store of a module's weights, and their folder in a saved model."""
     weights = stored_weights(module)
-    if weights is None or weights.store is not None:
-        return
-    if weights.is_base:
-        own = Store.create(weights.folder)
-        found = replace(weights, store=store if type(store) is type(own) else own)
-    else:
-        found = replace(weights, store=store, folder=weights.folder if folder is None else folder)
-    set_stored_weights(module, found)
+    if weights is not None:
+        if weights.is_base or folder is None:
+            folder = weights.folder
+        set_stored_weights(module, replace(weights, store=_serving(folder, store), folder=folder))
+
+
+def _serving(path: str, store: Store) -> Store:
+    """Return a store if it is of a path's kind, and otherwise one with the environment's keys."""
+    own = Store.create(path)
+    return store if type(store) is type(own) else own
+
+
+def weights_place(module: Any) -> tuple[Store, str] | None:
+    """Return store and folder of a module's weights, to send with a call; None if it has them."""
+    weights = stored_weights(module)
+    return None if weights is None or weights.store is None else (weights.store, weights.folder)
 
 
 def drop_weights(module: torch.nn.Module) -> None:
@@ -128,24 +150,41 @@ def drop_weights(module: torch.nn.Module) -> None:
 
     They stay the same objects, to which optimizers refer.
     """
-    for parameter in module.parameters():
-        _replace(parameter, torch.empty_like(parameter, device="meta"))
+    with _without_weak_references(module):
+        for parameter in module.parameters():
+            _replace(parameter, torch.empty_like(parameter, device="meta"))
 
 
 def refer_to_base(module: torch.nn.Module, base: StoredWeights) -> None:
     """Drop the frozen weights that a base has, and note the base."""
-    for name, parameter in module.named_parameters():
-        if name in base.names and not parameter.requires_grad:
-            _replace(parameter, torch.empty_like(parameter, device="meta"))
+    with _without_weak_references(module):
+        for name, parameter in module.named_parameters():
+            if name in base.names and not parameter.requires_grad:
+                _replace(parameter, torch.empty_like(parameter, device="meta"))
     set_stored_weights(module, base)
 
 
 def put_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     """Load some weights, also into parameters on the meta device."""
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta and name in weights:
-            _replace(parameter, weights[name])
+    with _without_weak_references(module):
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta and name in weights:
+                _replace(parameter, weights[name])
     module.load_state_dict(weights, strict=False)
+
+
+@contextlib.contextmanager
+def _without_weak_references(module: torch.nn.Module) -> Iterator[None]:
+    """Let recurrent layers refer to their parameters again after the block.
+
+    Torch does not swap tensors that have weak references.
+    """
+    layers = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    yield
+    for layer in layers:
+        layer._init_flat_weights()
 
 
 def _replace(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -195,8 +234,9 @@ def loading_weights(
             if names.get(id(buffer), "") in reader:
                 buffer.copy_(reader.whole(names[id(buffer)]))
 
-    yield load
-    del vars(module)[_WEIGHTS]
+    with _without_weak_references(module):
+        yield load
+    vars(module).pop(_WEIGHTS, None)
 
 
 def find_weights(path: str, store: Store) -> StoredWeights:
@@ -211,10 +251,15 @@ def find_weights(path: str, store: Store) -> StoredWeights:
     StoreError
         If the storage cannot be queried.
     """
-    own = Store.create(path)
-    store = store if type(store) is type(own) else own
+    store = _serving(path, store)
     full = store.get_full_path(path).rstrip("/")
     folder, names = full, [name for name in store.names(full) if name.endswith(_SUFFIX)]
+    index = store.read_if_exists(f"{full}/{INDEX}") if names else None
+    if index is not None:
+        try:
+            names = sorted(set(parse_object(index)["weight_map"].values()))
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise StoreError(f"The index {full}/{INDEX} cannot be read ({error}).") from error
     if full.endswith(_SUFFIX) and store.exists(full):
         folder, names = posixpath.dirname(full), [posixpath.basename(full)]
     if not names:
@@ -223,7 +268,10 @@ def find_weights(path: str, store: Store) -> StoredWeights:
             "such as save_pretrained() of Hugging Face writes, that all machines can read.",
             param="init_weights",
         )
-    files = [TensorFile(name, 0, _mark(store, f"{folder}/{name}")) for name in names]
+    try:
+        files = [TensorFile(name, 0, _mark(store, f"{folder}/{name}")) for name in names]
+    except FileNotFoundError as error:
+        raise StoreError(f"A file of init_weights is missing ({error}). Copy all files.") from error
     return StoredWeights(tuple(files), store, folder)
 
 
@@ -261,16 +309,20 @@ def made_without_weights(
     """
     weights = find_weights(path, store)
     reader = weights.reader()
-    with _on_meta() as made:
+    with _PATCHING, _on_meta() as made:
         module = make(**arguments)
     if not isinstance(module, torch.nn.Module):
         return module  # which the caller rejects
+    if hasattr(module, "_orig_mod"):
+        raise ParamError(
+            "the function returns a module of torch.compile. Let it return the plain module.",
+            param="init_weights",
+        )
     found = _in_files(module, reader)
-    with _on_meta([id(parameter) in found for parameter in made]):
+    with _PATCHING, _on_meta([id(parameter) in found for parameter in made]):
         module = make(**arguments)
     names = {name: stored.name for name, stored in _in_files(module, reader).values()}
-    of_run = None if weights.store is store else weights.store
-    set_stored_weights(module, replace(weights, names=names, store=of_run, is_base=is_base))
+    set_stored_weights(module, replace(weights, names=names, is_base=is_base))
     _check_lacking(module, reader, names)
     return module
 
@@ -316,8 +368,10 @@ def _of_base(name: str) -> str:
 def _on_meta(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Parameter]]:
     """Let layers have parameters on the meta device, and yield a list that receives them all.
 
-    ``chosen`` tells which ones, in the order in which layers register them. Default: all.
+    ``chosen`` tells which ones, in the order in which layers register them. Default: all. Other
+    threads wait if they call this function, and make layers as ever.
     """
+    owner = threading.get_ident()
     register, move = torch.nn.Module.register_parameter, torch.nn.Module.to
     made: list[torch.nn.Parameter] = []
     seen: set[int] = set()
@@ -326,6 +380,8 @@ def _on_meta(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Par
         module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
     ) -> None:
         register(module, name, param)
+        if threading.get_ident() != owner:
+            return
         if type(param) is not torch.nn.Parameter or id(param) in seen:
             return
         seen.add(id(param))
@@ -334,18 +390,19 @@ def _on_meta(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Par
         made.append(param)
 
     def to(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        if threading.get_ident() != owner:
+            return move(module, *args, **options)
         # peft moves adapters to the device of their layer.
         args = tuple(each for each in args if each != torch.device("meta"))
         options = {name: each for name, each in options.items() if each != torch.device("meta")}
         return move(module, *args, **options) if args or options else module
 
-    torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
-    torch.nn.Module.to = to  # type: ignore[method-assign, assignment]
+    kind: Any = torch.nn.Module
+    kind.register_parameter, kind.to = register_parameter, to
     try:
         yield made
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
-        torch.nn.Module.to = move  # type: ignore[method-assign]
+        kind.register_parameter, kind.to = register, move
 
 
 def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[str, StoredTensor]]:

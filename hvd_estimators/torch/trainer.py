@@ -205,7 +205,7 @@ class _Trainer:
         self.module = objects.module
         if self.is_sharded:
             state = self.module.state_dict()
-            broadcast_tensors({name: t for name, t in state.items() if not t.is_meta})
+            broadcast_tensors({n: t for n, t in state.items() if not getattr(t, "is_meta", False)})
             shard(self.module, [objects.optimizer], spec.sharding, self.device)
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)
@@ -356,9 +356,13 @@ class _Trainer:
             drop_weights(objects.module)
             set_stored_weights(objects.module, weights)
         put_weights(objects.module, kept)
-        buffers = dict(trained.named_buffers())
-        for name, buffer in objects.module.named_buffers():
-            buffer.copy_(buffers[name])  # also those that a state_dict() lacks
+        for name, part in trained.named_modules():
+            target = objects.module.get_submodule(name)
+            # Also those that a state_dict() lacks, that have grown, or that were None.
+            for buffer, value in part.named_buffers(recurse=False):
+                setattr(target, buffer, value.cpu())
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+                target.set_extra_state(part.get_extra_state())
         objects.optimizer.state.clear()
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 
@@ -434,6 +438,8 @@ class _Trainer:
         for first in range(done * batch_passes, steps, self.num_micro_batches):
             window, rows = batches.next_step(min(self.num_micro_batches, steps - first))
             parts = list(_parts(window, first))
+            if self.is_sharded and self.last_batch is None:
+                self.last_batch = self._any_batch(columns for _, columns in parts)
             totals = self.objective.totals([columns for _, columns in parts])
             losses, steps_before = [], self.averager.steps
             end = first + len(window)
@@ -500,6 +506,17 @@ class _Trainer:
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)
         return evaluation.loss.detach()
+
+    def _any_batch(self, own: Iterable[Any]) -> Batch:
+        """Return a batch with rows, of another rank if this one has none. Called by all ranks."""
+        tensors = self.given_objective.tensors
+        first = next((c for c in own if tensors.batch(c, self.device).rows), None)
+        lacks = exchange.gather(first is None, "lacks_batch")
+        columns: Any = first
+        if any(lacks):
+            shared = exchange.broadcast(first, "first_batch", root=lacks.index(False))
+            columns = shared if first is None else first
+        return tensors.batch(columns, self.device)
 
     def _pass_without_rows(self) -> None:
         """Take part in a pass in which only other ranks have rows."""

@@ -240,8 +240,8 @@ class CheckpointWriter:
     def _stored_checkpoints(self, current: CheckpointInfo) -> dict[Position, CheckpointInfo | None]:
         """Return the checkpoints in the store by position; None marks an unreadable one.
 
-        The first call lists the store, and records orphans of unfinished saves for deletion. The
-        ranks' files of the current save are no orphans.
+        The first call lists the store, and records orphans of unfinished saves for deletion. Files
+        of the current save, and those with the same names that it replaces, are no orphans.
         """
         if self._stored is None:
             store, run = self._store, self._run
@@ -251,8 +251,8 @@ class CheckpointWriter:
             among = with_manifest(run.checkpoint_filename, names)
             self._stored = dict.fromkeys(among)
             self._stored.update({i.position: i for i in list_checkpoints(store, run, among)})
-            own = posixpath.basename(tensors_of(current.path))
-            self._orphans = [n for n in orphans(run.checkpoint_filename, names) if n != own]
+            own = {posixpath.basename(p) for p in (current.path, tensors_of(current.path))}
+            self._orphans = [n for n in orphans(run.checkpoint_filename, names) if n not in own]
         return self._stored
 
     def _delete_others(

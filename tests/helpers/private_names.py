@@ -158,6 +158,11 @@ TABLE = (
         "It shows whether a module was compiled in place.",
     ),
     Private(
+        "torch.nn.RNNBase",
+        "_flat_weight_refs _init_flat_weights",
+        "They refer to the parameters weakly, which torch.utils.swap_tensors rejects.",
+    ),
+    Private(
         "torch.nn.modules.batchnorm",
         "_NormBase",
         "They find batch normalization of any dimension, and user classes of it.",

@@ -245,6 +245,83 @@ def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
     assert positions == sorted([*within, (1, 0), (2, 0)])
 
 
+class Odd(torch.nn.Module):
+    """Net with recurrent layers, lists in lists, and state beside weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.recurrent = torch.nn.GRU(WIDTH, 6, batch_first=True)
+        lists = [torch.nn.ModuleDict({"a": Block()}), torch.nn.ModuleDict({"a": Block()})]
+        self.blocks = torch.nn.ModuleList(lists)
+        self.last = torch.nn.Linear(6, 1)
+        self.register_buffer("grown", torch.zeros(1), persistent=False)
+        self.register_buffer("made", None, persistent=False)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.grown = torch.ones(3)
+            self.made = torch.ones(2)
+        x = self.recurrent(x[:, None])[0][:, 0]
+        for blocks in self.blocks:
+            x = blocks["a"](x)
+        return self.last(x)[:, 0]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def test_odd_modules_end_as_without_sharding(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 32)
+    found, expected = (fit(store, 2, Odd(), sharding=mode).getModel() for mode in ("full", "none"))
+    torch.testing.assert_close(
+        dict(found.named_parameters()), dict(expected.named_parameters()), rtol=1e-5, atol=1e-5
+    )
+    assert found.steps == expected.steps == 2 * 4
+    assert (len(found.grown), len(found.made)) == (3, 2)
+    assert found(torch.ones(2, WIDTH)).isfinite().all()
+
+
+class Factored(torch.optim.Optimizer):
+    """Optimizer whose state has one number per row of a parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            squares = parameter.grad.pow(2)
+            rows = squares.flatten(1).mean(1) if parameter.dim() > 1 else squares
+            state = self.state[parameter]
+            state["rows"] = rows + 0.9 * state["rows"] if state else rows
+            scale = state["rows"].sqrt().reshape(-1, *[1] * (parameter.dim() - 1)) + 1e-3
+            parameter -= 0.01 * parameter.grad / scale
+
+
+def test_a_run_resumes_where_a_rank_has_no_rows_left(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 5)
+
+    def trained(run_id: str) -> Any:
+        net = Net()
+        params = {"batch_size": 1, "checkpoint_every_n_steps": 1, "keep_checkpoints": 99}
+        optimizer = Factored(net.parameters())
+        return fit(store, 2, net, run_id=run_id, optimizer=optimizer, **params).getModel()
+
+    expected = trained("mine")
+    resumed = [run_id for run_id, (_, rows) in kept_checkpoints(store, "mine") if rows == 4]
+    assert len(resumed) == 2
+    for run_id in resumed:
+        torch.testing.assert_close(
+            trained(run_id).state_dict(), expected.state_dict(), rtol=0, atol=0
+        )
+
+
 def test_the_best_weights_are_restored_after_a_resume(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
     write_rows(Path(store.get_val_data_path()), 9, seed=1)

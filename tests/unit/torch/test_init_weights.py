@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore
@@ -199,3 +204,74 @@ def test_wrong_files_and_models_are_named(tmp_path: Path) -> None:
     estimator = TorchEstimator(init_weights=path, store=str(tmp_path), model=Net())
     with pytest.raises(ParamError, match=r"^init_weights: found a Net as model"):
         TorchFramework.with_objects(estimator)
+
+
+def test_pickles_hold_no_secret_of_the_store(tmp_path: Path) -> None:
+    module = make(save(tmp_path / "base", trained()))
+    store = LocalStore(str(tmp_path), storage_options={"token": "of-tests"})
+    find_weights_in(module, store)
+    weights = stored_weights(module)
+    assert weights is not None
+    assert weights.store is store
+    assert copy.deepcopy(weights) is weights
+
+    def loss(output: Any, label: Any) -> Any:
+        return module(output) - label
+
+    for value in (weights, module, loss):
+        assert b"of-tests" not in cloudpickle.dumps(value)
+        assert b"of-tests" not in dump_module((module, value))
+
+
+def test_other_threads_make_layers_meanwhile(tmp_path: Path) -> None:
+    path = save(tmp_path / "base", trained())
+    begun, made = threading.Event(), threading.Event()
+
+    def slow() -> Net:
+        begun.set()
+        assert made.wait(60)
+        return Net()
+
+    register = torch.nn.Module.register_parameter
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make, path, slow)
+        assert begun.wait(60)
+        assert not torch.nn.Linear(1, 1).to("cpu").weight.is_meta
+        second = pool.submit(make, path)
+        made.set()
+        assert first.result(60).first.weight.is_meta
+        assert second.result(60).first.weight.is_meta
+    assert torch.nn.Module.register_parameter is register
+
+
+def test_the_index_tells_the_files(tmp_path: Path) -> None:
+    folder = Path(save(tmp_path / "base", trained()))
+    names = {path.name: [*load_file(path)] for path in folder.glob("*.safetensors")}
+    index = {key: name for name, keys in names.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({"first.weight": torch.zeros(4, 4)}, folder / "z-old.safetensors")
+    module = make(str(folder))
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    torch.testing.assert_close(load_weights(module).state_dict(), trained().state_dict())
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"A file of init_weights is missing .*model-1"):
+        make(str(folder))
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(StoreError, match=r"index\.json cannot be read"):
+        make(str(folder))
+
+
+def test_recurrent_layers_follow_their_weights(tmp_path: Path) -> None:
+    save_file(torch.nn.GRU(2, 3).state_dict(), tmp_path / "one.safetensors")
+    module = make(str(tmp_path / "one.safetensors"), lambda: torch.nn.GRU(2, 3))
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    output, _ = load_weights(module)(torch.ones(1, 1, 2))
+    assert output.isfinite().all()
+    weights = load_file(tmp_path / "one.safetensors")
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+
+
+def test_a_compiled_module_is_rejected(tmp_path: Path) -> None:
+    path = save(tmp_path / "base", trained())
+    with pytest.raises(ParamError, match=r"^init_weights: .*torch\.compile"):
+        make(path, lambda: torch.compile(Net()))

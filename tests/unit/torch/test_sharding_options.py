@@ -38,10 +38,23 @@ def test_the_entries_of_lists_are_gathered_one_after_another() -> None:
     found = ShardingOptions("full", ("Linear", "Layer")).layers_of(net)
     assert found == [net.heads[0], *second.parts[::-1], second, *first.parts[::-1], first]
     assert ShardingOptions("full").layers_of(torch.nn.Linear(2, 2)) == []
+    # Lists and dicts of layers are not called themselves.
+    inner = [torch.nn.ModuleDict({"a": Layer()}), torch.nn.ModuleList([Layer(), Layer()])]
+    nested = torch.nn.ModuleList(inner)
+    assert ShardingOptions("full").layers_of(torch.nn.Sequential(nested)) == [
+        *(layer for container in inner for layer in container.children())
+    ]
     second.parts[0].weight = net.heads[0].weight  # gathered with the rest
     assert ShardingOptions("full").layers_of(torch.nn.Sequential(net)) == [first]
     with pytest.raises(ParamError, match=r"no layer of class 'Layre'.*Did you mean 'Layer'"):
         ShardingOptions("full", ("Layre",)).layers_of(net)
+
+
+class WithSums(torch.nn.Sequential):
+    """Layer with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.BatchNorm1d(2))
 
 
 class Batches(DataModule):
@@ -73,6 +86,15 @@ def test_values_without_parts_are_unchanged() -> None:
         ({"loss": torch.nn.Linear(2, 1)}, "^loss: Linear has parameters.*part of the model"),
         ({"model": torch.compile(torch.nn.Linear(2, 2))}, "^model: found .*without torch.compile"),
         ({"model": torch.nn.Embedding(2, 2, sparse=True)}, "^model: the layer '' has sparse"),
+        ({"model": torch.nn.PReLU(0)}, r"^model: the parameter 'weight' of shape \(0,\) cannot"),
+        (
+            {
+                "model": torch.nn.ModuleDict({"a": torch.nn.ModuleList([WithSums(), WithSums()])}),
+                "shard_modules": ["WithSums"],
+                "activation_checkpointing": True,
+            },
+            "^activation_checkpointing: found a BatchNorm1d in a layer",
+        ),
         ({"shard_modules": ["Conv"]}, "^shard_modules: the model has no layer of class 'Conv'"),
     ],
 )
