@@ -345,7 +345,9 @@ class _Trainer:
         trained = self.original_module
         has_base = leaves_out_frozen(trained)
         weights = None if has_base else self.checkpoints.write_weights()
-        kept: dict[str, Any] = gathered(trained.state_dict()) if has_base else {}
+        kept: dict[str, Any] = {}
+        if has_base:
+            kept = gathered(trained.state_dict(), keep=self.rank == 0)
         if self.rank:
             return None
         objects: TrainedObjects = load_module(self.spec.objects, mapped=True)
