@@ -42,6 +42,17 @@ def write_rows(path: Path, rows: int, files: int = 2, seed: int = 0) -> dict[str
     return columns
 
 
+class Block(torch.nn.Module):
+    """Residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
 def make_net() -> torch.nn.Sequential:
     torch.manual_seed(7)
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

@@ -13,7 +13,7 @@ from lightning_reference import Regression, fit
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from rank_pool import shared_ranks
-from reference import WIDTH, global_batches, write_rows
+from reference import WIDTH, Block, global_batches, write_rows
 from resuming import kept_checkpoints
 from torch.nn import functional
 from torchmetrics import MeanSquaredError
@@ -24,17 +24,6 @@ from hvd_estimators.lightning import LightningEstimator
 pytestmark = pytest.mark.integration
 
 ROWS, BATCH_SIZE, CLIP = 37, 4, 0.5
-
-
-class Block(torch.nn.Module):
-    """Residual layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.inner(x))
 
 
 class Module(LightningModule):

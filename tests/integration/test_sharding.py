@@ -17,7 +17,7 @@ import pytest
 import torch
 from fewer_ranks import ThreeShards
 from rank_pool import shared_ranks
-from reference import WIDTH, global_batches, write_rows
+from reference import WIDTH, Block, global_batches, write_rows
 from resuming import DataDependent, kept_checkpoints
 from torch.nn import functional
 from variants import others_in_soak
@@ -32,17 +32,6 @@ from hvd_estimators.torch import EarlyStopping, TorchEstimator
 pytestmark = pytest.mark.integration
 
 ROWS, BATCH_SIZE, CLIP = 37, 4, 0.5
-
-
-class Block(torch.nn.Module):
-    """Residual layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.inner(x))
 
 
 class Net(torch.nn.Module):
