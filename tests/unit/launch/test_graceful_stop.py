@@ -44,12 +44,13 @@ def train(folder: str, saving: float = 0.0) -> None:
     with StopRequest(lambda own: own, 1) as stop:
         started = Path(folder, f"{os.environ.get('NUMBER', '0')}.partial")
         started.write_text(f"{os.getpid()} {child.pid}")
-        started.rename(started.with_suffix(".started"))
         step = 0
         while not stop.after_step():
             step += 1
             # Lines that remain unread at the end.
             print("step", step, flush=True)
+            if step == 1:  # a request before the first step would save 0
+                started.rename(started.with_suffix(".started"))
             time.sleep(0.005)
         time.sleep(saving)
         started.with_suffix(".saved").write_text(str(step))
