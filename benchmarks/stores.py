@@ -1,7 +1,8 @@
-"""Rows per second of both readers on S3 and HDFS, against local disk, and requests per epoch.
+"""Rows per second of both readers on S3 and HDFS, against local disk, requests, and whole fits.
 
-The servers run on this machine: moto's S3, and a Hadoop NameNode and DataNode. ``HVD_TEST_JARS``
-names the folder of Hadoop's archives; HDFS is left out without it.
+The servers run on this machine: moto's S3, and a Hadoop NameNode with three DataNodes, as files
+have three replicas by default. ``HVD_TEST_JARS`` names the folder of Hadoop's archives; HDFS is
+left out without it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from pyarrow import parquet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -32,17 +34,20 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.remote_reads import joined
+from hvd_estimators.launch import LocalBackend
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import Store as BaseStore
+from hvd_estimators.torch import TorchEstimator
 
 WORKERS = 2
 FILES = 4
 ROW_GROUP_BYTES = 16 * 2**20
 BATCH = 1000
+EPOCHS = 2
 READERS = (ArrowDataModule, PetastormDataModule)
 WANTED = [f"x{i:02}" for i in range(20)] + ["vector"]
 
@@ -84,6 +89,7 @@ def main() -> None:
             found = list(places(stack, folder))
             requests = {place.name: count_requests(place) for place in found}
             speeds = measure(stack, found, options.repeats)
+            seconds = fit(found, options.repeats)
     table = []
     figures: dict[str, Any] = {}
     for place in found:
@@ -103,8 +109,14 @@ def main() -> None:
         ("store", "reader", "rows/s", "of local disk", "requests, first epoch", "later epochs"),
         table,
     )
+    best = {name: min(each) for name, each in seconds.items()}
+    show_table(
+        f"fit_on_parquet: 2 processes, {EPOCHS} epochs",
+        ("store", "s", "of local disk"),
+        [(name, found, best["local"] / found) for name, found in best.items()],
+    )
     settings = {"rows": options.rows, "files": FILES, "row_groups": groups, "workers": WORKERS}
-    records = [
+    records = compared(f"fit, {EPOCHS} epochs", seconds, "s", "local") + [
         record
         for what, each in speeds.items()
         for record in compared(what, each, "rows/s", "local")
@@ -146,7 +158,7 @@ def places(stack: contextlib.ExitStack, folder: Path) -> Iterator[Place]:
     stack.callback(s3.end_process)
     yield _copied("S3", Store.create(s3.url, storage_options=s3.storage_options), source)
     if "HVD_TEST_JARS" in os.environ:
-        hdfs = Hdfs(folder / "hdfs", jars("hadoop"))
+        hdfs = Hdfs(folder / "hdfs", jars("hadoop"), datanodes=3)
         hdfs.start()
         stack.callback(hdfs.stop)
         yield _copied("HDFS", Store.create(hdfs.url), source)
@@ -161,7 +173,38 @@ def _copied(name: str, store: Store, source: Path) -> Place:
 
 
 def _place(name: str, store: Store, path: str) -> Place:
+    store = Store.create(
+        store.prefix_path, train_path=path, storage_options=store.storage_options or None
+    )
     return Place(name, store, read_manifest(store, path, None, WANTED))
+
+
+def fit(found: list[Place], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of fits on each store, in turns, with processes that are warm."""
+    seconds: dict[str, list[float]] = {place.name: [] for place in found}
+    backend = LocalBackend(2)
+    for turn in range(repeats + 1):
+        for place in found:
+            net = torch.nn.Sequential(
+                torch.nn.Linear(16, 64),
+                torch.nn.ReLU(),
+                torch.nn.Linear(64, 1),
+                torch.nn.Flatten(0),
+            )
+            estimator = TorchEstimator(
+                model=net,
+                optimizer=torch.optim.SGD(net.parameters(), 0.01),
+                loss=torch.nn.functional.mse_loss,
+                feature_cols=["vector"],
+                label_cols=["x00"],
+                **{"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0},
+                **{"backend": backend, "store": place.store},
+            )
+            started = time.perf_counter()
+            estimator.fit_on_parquet()
+            if turn:
+                seconds[place.name].append(time.perf_counter() - started)
+    return seconds
 
 
 def module(kind: type[PlannedDataModule], place: Place) -> PlannedDataModule:

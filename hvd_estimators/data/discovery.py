@@ -41,8 +41,8 @@ from hvd_estimators.store.base import Store
 
 _NO_NULLS: Mapping[str, int] = {}
 
-_HEAD_SHARE = 32
-"""Part of the memory for a row group that the first rows may take."""
+_HEAD_SHARE = 8
+"""Part of the memory for row groups that the first rows may take: 16 MB in one request."""
 
 
 def read_split(

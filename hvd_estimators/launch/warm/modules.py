@@ -22,6 +22,9 @@ _WITH_TORCH = (
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
+_CLIENTS = ("s3fs", "gcsfs", "adlfs", "hdfs_native.fsspec")
+"""Clients of stores, which ranks import if the driver has: up to a second in each rank."""
+
 _MODULES = {
     "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer", *_OPENED),
     "hvd_estimators.lightning.trainer": (
@@ -80,6 +83,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
         if listed.startswith("hvd_estimators"):
             # The driver has imported the one that the user's module belongs to.
             modules -= {package for package in _LIGHTNING if package not in sys.modules}
+            modules |= sys.modules.keys() & _CLIENTS
     return tuple(sorted(modules))
 
 

@@ -71,6 +71,15 @@ def test_the_trainer_of_an_estimator_is_found() -> None:
     assert of(train_stored, put) == found
 
 
+def test_the_client_of_the_drivers_store_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    call: Any = StoredCall(None, "", "", "", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
+    for is_used in (False, True):
+        monkeypatch.delitem(sys.modules, "s3fs", raising=False)
+        if is_used:
+            monkeypatch.setitem(sys.modules, "s3fs", sys)
+        assert ("s3fs" in of(train_stored, call)) == is_used
+
+
 def test_a_function_of_an_installed_module_needs_what_its_module_has_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
