@@ -163,9 +163,8 @@ class Fit:
 
     def on_table(self, table: Any, where: Any, validation_where: Any) -> Any:
         """Train on the files of a table, and return the model."""
-        self.check()
-        files = self._find_tables(table, where, validation_where)
-        return self._on_found(files, self._checked_backend())
+        backend = self.ready_backend()
+        return self._on_found(self._find_tables(table, where, validation_where), backend)
 
     def _on_found(self, files: ParquetFiles, backend: Backend) -> HorovodModel:
         doing = "Reading the footers of the Parquet files"
@@ -211,10 +210,6 @@ class Fit:
     def ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
         self.check()
-        return self._checked_backend()
-
-    def _checked_backend(self) -> Backend:
-        """Check the backend and the store, and return the backend."""
         backend = as_backend(self.estimator._get_or_create_backend())
         checks.check_restarts(self.settings, backend)
         backend.check()
@@ -485,8 +480,7 @@ class Fit:
         with CallTransfer(spec) as transfer:
             with transfer.describing_saved_state(trained=False):
                 launch = Launch(run, transfer, self.framework.train, spec_for, spec)
-            if run.checkpoints:
-                transfer.delete_others()
+            transfer.delete_others()
             started = time.monotonic()
             with (
                 ending_by_sigterm(),

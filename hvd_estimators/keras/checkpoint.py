@@ -299,8 +299,7 @@ class BestModel:
     def upload(self) -> Callable[[], None] | None:
         """Return a function that uploads the current file; None if no upload is needed.
 
-        If the store is on this machine's filesystem, the file is written at once. The previously
-        returned function must have finished before this call.
+        The previously returned function must have finished before this call.
         """
         if self._stored_at is None or not os.path.exists(self._path):
             return None
@@ -308,9 +307,6 @@ class BestModel:
         if written == self._written:
             return None
         self._written = written
-        if self._store.local_path(self._stored_at) is not None:
-            _upload(self._path, self._store, self._stored_at)
-            return None
         # The callback may replace the file during the upload.
         copy = f"{self._path}.copy"
         shutil.copyfile(self._path, copy)

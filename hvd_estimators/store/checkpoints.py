@@ -199,6 +199,8 @@ def find_newest_valid(
         If there are checkpoints but no valid one.
     UnreadableCheckpoint
         If there is no valid checkpoint and one of them could not be read; it may be valid later.
+    StoreUnavailableError
+        If the store does not answer. An earlier checkpoint would lose steps.
     """
     unreadable: UnreadableCheckpoint | None = None
     damaged: list[str] = []
@@ -211,7 +213,8 @@ def find_newest_valid(
             except DamagedCheckpoint as error:
                 reason = error
             except UnreadableCheckpoint as error:
-                # If the whole store is unavailable, the earlier checkpoints cannot be read either.
+                if isinstance(error.__cause__, StoreUnavailableError):
+                    raise error.__cause__ from None  # it may be readable later
                 reason = unreadable = error
             else:
                 if damaged:
@@ -226,8 +229,7 @@ def find_newest_valid(
     if not damaged:
         return None
     if unreadable is not None:
-        cause = unreadable.__cause__
-        raise cause if isinstance(cause, StoreUnavailableError) else unreadable
+        raise unreadable
     raise StoreError(
         f"No checkpoint of the run {run.run_id!r} is valid: {', '.join(damaged)}. Set another "
         f"run_id, or none, for a new run; or delete {run.checkpoints_path!r} to train this run "

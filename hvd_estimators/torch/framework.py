@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -58,6 +59,8 @@ from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.spec import TrainSpec
+
+logger = logging.getLogger(__name__)
 
 
 class TorchFramework(Framework):
@@ -268,6 +271,11 @@ class TorchFramework(Framework):
         settings = self.settings
         own_step = settings.train_minibatch_fn is not None
         all_rows = settings.train_steps_per_epoch is None
+        if settings.sharding != "none" and common.data.num_ranks == 1:
+            logger.warning(
+                "sharding: one process has nothing to share, so sharding and "
+                "activation_checkpointing have no effect."
+            )
         check_embeddings(settings.model, common.data)
         check_batches(settings.model, common.data, own_step, all_rows, trial.takes_one_row)
         return TorchTrainSpec(

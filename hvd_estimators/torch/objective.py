@@ -475,8 +475,14 @@ def _step_loss(
 ) -> torch.Tensor:
     """Return the scaled loss for a backward pass, or a zero if the batch has no weight."""
     if any(part.kind == "stated" and not part.weight > 0 for part in parts):
-        # The mean of an empty batch may be NaN, and so may its gradient.
-        return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
+        # The mean of an empty batch may be NaN, and so may its gradient and a loss in the outputs.
+        sums = [output.sum() for output in outputs if output.dim()]
+        if not sums:
+            raise ParamError(
+                "loss: it states that no element of a batch counts, and the model returned no "
+                "output with rows beside its loss. Let the model return its predictions, too."
+            )
+        return 0.0 * torch.stack(sums).sum()
     return loss.scaled(parts, factors)
 
 

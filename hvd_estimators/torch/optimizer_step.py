@@ -77,6 +77,8 @@ class OptimizerStep:
             )
         if options.precision == "fp16":
             self._scaler = self.objects["scaler"] = torch.amp.GradScaler(device.type)
+            # Makes the scale, which a rank without rows in its first step needs.
+            self._scaler.scale(torch.zeros((), device=device))
 
     @property
     def learning_rates(self) -> list[float]:

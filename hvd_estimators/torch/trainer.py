@@ -64,7 +64,7 @@ from hvd_estimators.torch.stored_weights import (
     set_stored_weights,
     stored_weights,
 )
-from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
+from hvd_estimators.torch.tensors import Batch, gpu_memory, require_tensors, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import (
@@ -528,7 +528,8 @@ class _Trainer:
             assert self.last_batch is not None
             with self.step.autocast():
                 tensors = self.given_objective.tensors
-                outputs = tensors.select(tensors.call(self.module, self.last_batch.inputs))
+                raw = tensors.call(self.module, self.last_batch.inputs)
+                outputs = require_tensors(tensors.select(raw), raw)
         self.averager.weights.without_rows()
         if outputs:
             torch.stack([output.sum() * 0.0 for output in outputs]).sum().backward()

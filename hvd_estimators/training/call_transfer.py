@@ -129,7 +129,7 @@ class CallTransfer:
             self._store.delete(self._folder)
 
     def delete_others(self) -> None:
-        """Delete files of earlier fits that were killed; for a run that has checkpoints."""
+        """Delete files of earlier fits of the run that were killed."""
         run_path = self._spec.run.run_path
         with _logged("The files of earlier fits could not be deleted"):
             for name in self._store.names(run_path):

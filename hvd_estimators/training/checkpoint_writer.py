@@ -272,7 +272,8 @@ class CheckpointWriter:
             info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
         }
         for position in stored.keys() - kept_positions:
-            delete_checkpoint(self._store, self._run, position, stored.pop(position))
+            delete_checkpoint(self._store, self._run, position, stored[position])
+            del stored[position]
         while self._orphans:
             self._store.delete(f"{self._run.checkpoints_path}/{self._orphans.pop()}")
 

@@ -17,7 +17,7 @@ from saved_checkpoints import (
 )
 
 from hvd_estimators import Store
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.checkpoints import list_checkpoints, positions
 from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import restore
@@ -118,6 +118,26 @@ def test_unreadable_checkpoints_are_skipped_if_another_is_readable(
     with pytest.raises(StoreError, match=r"^All DataNodes failed$"):
         restored(any_store)
     assert any_store.get_checkpoints("mine") == [older, newest]
+
+
+def test_no_earlier_checkpoint_is_taken_while_the_store_does_not_answer(
+    any_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run would delete the newest one, which may be intact."""
+    save(any_store, 1, 2)
+    newest = any_store.get_checkpoints("mine")[-1]
+    plain = type(any_store).open
+
+    def open_file(self: Any, path: str) -> Any:
+        if path == newest:
+            raise StoreUnavailableError("timed out")
+        return plain(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(any_store), "open", open_file)
+        with pytest.raises(StoreUnavailableError, match=r"^timed out$"):
+            restored(any_store)
+    assert restored(any_store) == (2, 2)
 
 
 def test_a_checkpoint_of_another_model_is_an_error(any_store: Any) -> None:

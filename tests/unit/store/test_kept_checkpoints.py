@@ -110,6 +110,24 @@ def test_mid_epoch_checkpoints_sort_between_epochs(any_store: Any) -> None:
     assert [*positions(any_store, run)] == [(1, 144), (2, 0)]
 
 
+def test_a_deletion_that_failed_is_tried_again(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = store.run_paths("mine")
+    with CheckpointWriter(store, run, CheckpointOptions("torch", 1)) as writer:
+        writer.save(state_of(1), model_of(1))
+        writer.save(state_of(2), model_of(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "delete", lambda *_: (_ for _ in ()).throw(OSError("no")))
+            writer.save(state_of(3), model_of(3))
+            writer.finish()
+        assert "could not be deleted: no" in caplog.text
+        assert (2, 0) in positions(store, run)
+        writer.save(state_of(4), model_of(4))
+        writer.finish()
+        assert {*positions(store, run)}.isdisjoint({(2, 0), (3, 0)})
+
+
 def test_only_leftovers_of_killed_ranks_are_deleted(store: Any) -> None:
     folder = Path(store.get_checkpoint_path("mine"))
     save(store, 1)

@@ -152,3 +152,23 @@ def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again(
     ):
         with pytest.raises(ParamError, match="it called loss_fn, whose result is scaled"):
             run(changed)
+
+
+def test_a_batch_without_counted_elements_has_no_gradient_even_if_its_loss_is_nan() -> None:
+    def run(with_outputs: bool) -> Any:
+        def step(model: Any, _: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+            predicted = model(*inputs)[0]
+            loss = (predicted * 0.0).sum() / torch.tensor(0.0)
+            outputs = (loss, predicted) if with_outputs else (loss,)
+            return outputs, {"loss": loss, "denominator": 0}
+
+        model, weights = Two(), StepWeights()
+        weights.start(3, 3)
+        objective = make(train_minibatch_fn=step, metrics=()).on_rank(torch.device("cpu"))
+        found = objective.run_minibatch(model, None, TENSORS.batch(COLUMNS), weights)
+        found.step_loss.backward()
+        return model.scale.grad
+
+    assert run(with_outputs=True) == 0.0
+    with pytest.raises(ParamError, match=r"^loss: it states that no element of a batch counts"):
+        run(with_outputs=False)

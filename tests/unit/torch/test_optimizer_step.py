@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.optimizer_step import StepRate, learning_rates
+from hvd_estimators.torch.optimizer_step import (
+    OptimizerStep,
+    StepOptions,
+    StepRate,
+    learning_rates,
+)
 
 
 def make(*rates: float) -> torch.optim.Optimizer:
@@ -127,3 +132,13 @@ def test_an_optimizer_that_computes_its_rate_has_none_to_scale() -> None:
     assert learning_rates(optimizer) == []
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
     assert learning_rates(optimizer) == [0.1]
+
+
+def test_a_rank_without_rows_steps_with_the_gradients_of_others() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    step = OptimizerStep(optimizer, StepOptions(precision="fp16"), torch.device("cpu"))
+    scale = step.objects["scaler"].get_scale()
+    parameter.grad = torch.tensor([3.0 * scale])  # averaged with a rank that scaled its loss
+    step.step()
+    assert parameter.item() == pytest.approx(-1.5)
