@@ -163,8 +163,10 @@ class Fit:
 
     def on_table(self, table: Any, where: Any, validation_where: Any) -> Any:
         """Train on the files of a table, and return the model."""
-        backend = self.ready_backend()
-        return self._on_found(self._find_tables(table, where, validation_where), backend)
+        self.check()
+        # A wrong name leaves no folder of the store.
+        files = self._find_tables(table, where, validation_where)
+        return self._on_found(files, self._checked_backend())
 
     def _on_found(self, files: ParquetFiles, backend: Backend) -> HorovodModel:
         doing = "Reading the footers of the Parquet files"
@@ -210,6 +212,10 @@ class Fit:
     def ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
         self.check()
+        return self._checked_backend()
+
+    def _checked_backend(self) -> Backend:
+        """Check the backend and the store, and return the backend."""
         backend = as_backend(self.estimator._get_or_create_backend())
         checks.check_restarts(self.settings, backend)
         backend.check()
