@@ -59,7 +59,7 @@ class Checkpoint:
     content : object
         The framework's content. For torch: ``{"model": …, "optimizer": …, …}``, with state dicts
         for ``load_state_dict``. For Lightning: the Trainer's checkpoint, with ``state_dict``. For
-        Keras: the model, or its weights by name if its class has no config.
+        Keras: the values of ``model.variables`` by layer and name, in their order.
     """
 
     path: str
@@ -77,7 +77,6 @@ def load_checkpoint(
     which: str = "newest",
     *,
     safe: bool = True,
-    custom_objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Read a checkpoint of a run.
 
@@ -96,8 +95,6 @@ def load_checkpoint(
         skip damaged checkpoints with a warning.
     safe : bool
         Do not run code from the file.
-    custom_objects : mapping, optional
-        Custom classes and functions of a Keras model, by name.
 
     Returns
     -------
@@ -126,7 +123,7 @@ def load_checkpoint(
         if framework in _READERS:
             reader = importlib.import_module(_READERS[framework])
             folder = files, posixpath.dirname(path)
-            content = reader.read_content(file, safe, custom_objects or {}, folder)
+            content = reader.read_content(file, safe, folder)
     return Checkpoint(
         path,
         framework,

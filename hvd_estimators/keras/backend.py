@@ -104,9 +104,8 @@ def is_keras(entry: Any) -> bool:
 
 
 def function_of(entry: Any) -> Any:
-    """Return the function that a loss or metric wraps, or the loss or metric."""
-    wrapped = getattr(entry, "fn", None) or getattr(entry, "_fn", None)
-    return entry if wrapped is None else wrapped
+    """Return the function that a loss wraps, or the loss."""
+    return getattr(entry, "fn", None) or entry
 
 
 def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:

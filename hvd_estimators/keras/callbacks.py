@@ -11,16 +11,9 @@ import numpy as np
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.collectives import broadcast_variables, current, exchange, sum_arrays
+from hvd_estimators.keras.collectives import broadcast_variables, current, exchange
 from hvd_estimators.keras.gradients import is_distributed
-from hvd_estimators.keras.metrics import (
-    as_logs,
-    merge_states,
-    metrics_with_merge_state,
-    results,
-    share_of,
-    summed_variables,
-)
+from hvd_estimators.keras.metrics import as_logs, capture_metrics, merge_captured, results
 from hvd_estimators.keras.shard_state import split_seed_states
 
 logger = logging.getLogger(__name__)
@@ -162,17 +155,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(measured)
 
     def _measured(self, stage: str) -> dict[str, Any]:
-        variables = summed_variables(self.model)
-        shares = [share_of(variable, current().rank, current().size) for variable in variables]
-        own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
-        for variable, total in zip(variables, sum_arrays(own, f"metrics_{stage}"), strict=True):
-            variable.assign(total)
-        merged = metrics_with_merge_state(self.model)
-        if merged:
-            states = [[variable.numpy() for variable in metric.variables] for metric in merged]
-            ranks = exchange.gather(states, f"hvd_estimators.metrics_{stage}.merged")
-            for metric, *of_ranks in zip(merged, *ranks, strict=True):
-                merge_states(metric, of_ranks)
+        states = exchange.gather(capture_metrics(self.model), f"hvd_estimators.metrics_{stage}")
+        merge_captured(self.model, states)
         return results(self.model)
 
 

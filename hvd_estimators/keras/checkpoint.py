@@ -9,6 +9,7 @@ Runs on the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -19,19 +20,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import on_tensorflow, traced
 from hvd_estimators.keras.collectives import exchange
-from hvd_estimators.keras.losses import has_test_loss
 from hvd_estimators.keras.metrics import (
-    merge_states,
-    metrics_with_merge_state,
+    MetricStates,
+    capture_metrics,
+    merge_captured,
     scalars,
-    summed_variables,
 )
-from hvd_estimators.keras.model_file import ModelValues, config_of, load_values, save_values
+from hvd_estimators.keras.model_file import ModelValues, load_values, save_values
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
 from hvd_estimators.store import Store
@@ -58,8 +57,6 @@ class PartialEpoch:
         The rank's virtual shards and micro-batches.
     batches : int
         Batches of this rank that are done.
-    rank, size : int
-        This rank, and the number of ranks.
     restore_random : callable
         Sets the random streams of the shard that the rank currently runs.
     """
@@ -70,22 +67,19 @@ class PartialEpoch:
         state: RunState,
         micro_batches: MicroBatches,
         batches: int,
-        rank: int,
-        size: int,
         restore_random: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.batches = batches
         self._model = model
         self._state = state
         self._micro_batches = micro_batches
-        self._rank, self._size = rank, size
         self._restore_random = restore_random
         # Captured before callbacks change any of the variables.
         self._variables = micro_batches.variables.capture()
 
     def build(self, element: Any) -> None:
         """Create the variables of the metrics; ``element`` is the batches' ``element_spec``."""
-        build_metrics(self._model, element, len(self._state.parts["partial"]["metrics"][0]))
+        build_metrics(self._model, element, _count(self._state.parts["partial"]["metrics"][0]))
 
     def restore(self) -> tuple[list[bytes], Mapping[int, Any], bool]:
         """Restore the variables, random streams and metrics, after the epoch has started.
@@ -106,16 +100,17 @@ class PartialEpoch:
             self._restore_random(random[shard])
 
         self._micro_batches.shards.for_each(restore_shard)
-        _restore_metrics(self._model, partial["metrics"], self._rank, self._size)
+        shards = self._micro_batches.shards
+        _restore_metrics(self._model, partial["metrics"], shards.rank, shards.size)
         return partial["digests"], partial.get("bases", {}), partial["stop"]
 
-    def skip(self, batches_per_call: int) -> None:
+    def skip(self) -> None:
         """Make the model's training function skip the batches that are done.
 
         Call this method after ``fit`` has created the training function.
         """
         model, train = self._model, self._model.train_function
-        left = self.batches // batches_per_call
+        left = self.batches
 
         def skipping(iterator: Any) -> Any:
             nonlocal left
@@ -126,11 +121,6 @@ class PartialEpoch:
             return train(iterator)
 
         model.train_function = skipping
-
-
-def metric_states(model: keras.Model) -> list[Array]:
-    """Return the states of a rank's metrics."""
-    return [variable.numpy() for variable in model.metrics_variables]
 
 
 def build_metrics(model: keras.Model, element: Any, count: int | None = None) -> None:
@@ -147,8 +137,8 @@ def build_metrics(model: keras.Model, element: Any, count: int | None = None) ->
     """
     if len(model.metrics_variables) != count:
         if not on_tensorflow():
-            # A step without a loss creates no metrics.
-            if has_test_loss(model):
+            # Without a loss, Keras's step cannot run, and creates no metrics.
+            with contextlib.suppress(ValueError):
                 traced(model.test_step)(element)
         elif model.run_eagerly:
             model.test_step(keras.tree.map_structure(_one_row, element))
@@ -165,36 +155,26 @@ def _one_row(spec: Any) -> Any:
 
 
 def _restore_metrics(
-    model: keras.Model, of_ranks: Sequence[Sequence[Array]], rank: int, size: int
+    model: keras.Model, of_ranks: Sequence[MetricStates], rank: int, size: int
 ) -> None:
     """Restore the states of the ranks' metrics, also for another number of ranks.
 
     With fewer ranks than before, each rank merges the states of several. With more ranks, some
     start without a state.
     """
-    own = of_ranks[rank::size]
-    variables = model.metrics_variables
-    if any(len(state) != len(variables) for state in of_ranks):
+    expected, found = _count(of_ranks[0]), len(model.metrics_variables)
+    if expected != found:
         logger.warning(
             "metrics: what was measured in the epoch before it was interrupted is left out, since "
             "the model's metrics have other variables now: expected %d, found %d.",
-            len(of_ranks[0]),
-            len(variables),
+            *(expected, found),
         )
-        return
-    if not own:
-        return
-    positions = {id(variable): position for position, variable in enumerate(variables)}
-    for variable in summed_variables(model):
-        values = [state[positions[id(variable)]] for state in own]
-        if variable.aggregation == "mean":
-            # Keeps the mean over all ranks unchanged.
-            variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
-        else:
-            is_sum = variable.aggregation == "sum"
-            variable.assign(np.add.reduce(values) if is_sum else values[0])
-    for metric in metrics_with_merge_state(model):
-        merge_states(metric, [[state[positions[id(v)]] for v in metric.variables] for state in own])
+    elif own := of_ranks[rank::size]:
+        merge_captured(model, own)
+
+
+def _count(states: MetricStates) -> int:
+    return sum(map(len, (states[0], *states[1])))
 
 
 def unequal_variables(micro_batches: MicroBatches) -> list[dict[int, Array]]:
@@ -387,7 +367,7 @@ class RunSaver:
         partial = {
             "digests": digests,
             "bases": bases,
-            "metrics": metric_states(self.model),
+            "metrics": capture_metrics(self.model),
             "stop": stop,
         }
         self._save(history, batches, partial)
@@ -413,30 +393,27 @@ class RunSaver:
             self.micro_batches.shards,
             self.streams,
             exchange,
-            (self.states.own(), partial),
+            partial,
             stopped=stopped,
         )
         variables = None if partial is None else unequal_variables(self.micro_batches)
         if self.rank != 0:
             return
-        callbacks, partials = zip(*of_ranks, strict=True)
-        parts = callback_parts = self.states.parts(callbacks)
-        if partial is not None:
-            of_epoch = {
-                "digests": partial["digests"],
-                "bases": partial["bases"],
-                "metrics": [of_rank["metrics"] for of_rank in partials],
-                "stop": any(of_rank["stop"] for of_rank in partials),
-                "variables": variables,
-            }
-            parts = {**callback_parts, "partial": of_epoch}
-        state = replace(state, parts=parts)
+        parts: dict[str, Any] = {"callbacks": self.states.capture()}
         if partial is None:
+            state = replace(state, parts=parts)
             self.checkpoints.save(state, lambda file: save_values(model, file), upload)
             return
         # A thread writes the copies while training goes on.
-        values, config = ModelValues.of(model, copied=True), config_of(model)
+        values = ModelValues.of(model, copied=True)
         # Only the values that callbacks returned can still change.
-        state = replace(state, parts={**parts, **copy.deepcopy(callback_parts)})
-        write = functools.partial(values.write, config=config)
-        self.checkpoints.save(state, write, upload, is_copy=True)
+        parts = copy.deepcopy(parts)
+        parts["partial"] = {
+            "digests": partial["digests"],
+            "bases": partial["bases"],
+            "metrics": [of_rank["metrics"] for of_rank in of_ranks],
+            "stop": any(of_rank["stop"] for of_rank in of_ranks),
+            "variables": variables,
+        }
+        state = replace(state, parts=parts)
+        self.checkpoints.save(state, values.write, upload, is_copy=True)

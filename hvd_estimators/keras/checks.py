@@ -7,6 +7,7 @@ import keras
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_class_weight
 from hvd_estimators.keras.backend import (
+    all_layers,
     further_optimizers,
     has_own_compile,
     has_own_step,
@@ -14,7 +15,7 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.custom_objects import is_remembered
-from hvd_estimators.keras.losses import NO_LOSS, find_metric, has_loss, may_add_loss
+from hvd_estimators.keras.losses import NO_LOSS, has_loss, may_add_loss
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.user_callbacks import check_callbacks
 
@@ -50,8 +51,13 @@ def check_params(settings: KerasSettings) -> None:
     has_way = settings.loss is not None or has_loss(model) or has_own_step(model)
     if not has_way and not may_add_loss(model):
         raise ParamError(NO_LOSS)
+    if any(getattr(layer, "synchronized", False) for layer in all_layers(model)):
+        raise ParamError(
+            "model: Keras synchronizes BatchNormalization(synchronized=True) for tf.distribute "
+            "only. Leave synchronized out: statistics are averaged at the end of each epoch. Or "
+            "use LayerNormalization or GroupNormalization, which need no other rows."
+        )
     check_callbacks(settings.callbacks)
-    _check_compiled_with(settings)
     if model.built:
         # A model that the dry run builds is checked after the dry run.
         reductions_of(model, settings.buffer_reduction)
@@ -89,38 +95,15 @@ def _check_without_labels(settings: KerasSettings) -> None:
         )
 
 
-def _check_compiled_with(settings: KerasSettings) -> None:
-    """Check that Keras recognizes the loss and the metrics."""
-    for name, find in (("loss", keras.losses.get), ("metrics", find_metric)):
-        for entry in keras.tree.flatten(settings.get(name)):
-            if entry is None:
-                continue
-            if isinstance(entry, type):
-                raise ParamError(f"{name}: found the class {entry!r}. Set an object of it.")
-            try:
-                find(entry)
-            except (TypeError, ValueError) as error:
-                raise ParamError(
-                    f"{name}: Keras does not know {entry!r}. Set a name that Keras knows, an "
-                    "object or a function."
-                ) from error
-
-
 def _check_own_compile(settings: KerasSettings) -> None:
     """Check that a model with its own ``compile`` is compiled and needs no other settings."""
     names = ("optimizer", "loss", "loss_weights", "metrics", "learning_rate")
     given = [name for name in names if settings.get(name) not in (None, [])]
-    if given or not settings.model.compiled:
-        raise ParamError(
-            f"model: its class {type(settings.model).__name__} has its own compile(), which only "
-            "you can call. Compile the model, and leave optimizer, loss, loss_weights, metrics "
-            "and learning_rate out; found "
-            f"{', '.join(given) or 'a model that is not compiled'}."
-        )
-    if not is_remembered(settings.model):
+    if given or not is_remembered(settings.model):
         raise ParamError(
             f"model: its class {type(settings.model).__name__} has its own compile(), whose "
-            "arguments Keras does not know. Set model to a function that makes and compiles it."
+            "arguments Keras does not know. Set model to a function that makes and compiles it, "
+            f"and leave {', '.join(names)} out; found {', '.join(given) or 'a model'}."
         )
     if not model_optimizers(settings.model):
         raise ParamError(

@@ -196,12 +196,15 @@ class GradientAverager:
     ----------
     weight : tf.Tensor or None
         Weight of the current batch; None if the batches of all ranks have the same weight.
+    applied : int
+        Number of calls of the optimizer for the batch.
     """
 
     def __init__(self, compression: Any = None, name: str = "gradients") -> None:
         self._compression = compression
         self._name = name
         self.weight: Any = None
+        self.applied = 0
 
     def weigh(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Multiply gradients by the weight of the batch.
@@ -213,6 +216,7 @@ class GradientAverager:
         variables : sequence of keras.Variable
             Their shapes become the static shapes of the result.
         """
+        self.applied += 1
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         if self.weight is None:
             return dense

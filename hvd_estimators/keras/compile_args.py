@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.outputs import Outputs, per_output
+from hvd_estimators.keras.outputs import Outputs, by_output
 from hvd_estimators.keras.serialization import OptimizerPayload
 
 
@@ -83,33 +83,28 @@ class CompileSettings:
         labels, single = self.label_cols, len(self.label_cols) == 1
         given = self.given
         if "loss" in given:
-            settings["loss"] = per_output("loss", given["loss"], outputs, labels)
+            settings["loss"] = by_output("loss", given["loss"], outputs, labels)
             if not losses(settings["loss"]):
                 raise ParamError(f"loss: no label has one, found {given['loss']!r}.")
         elif self.loss is not None and ("loss_weights" in given or outputs.auxiliary):
             settings["loss"] = self._compiled_loss(outputs)
         if "loss_weights" in given:
             # Keras requires a number for every output, even for one without a loss.
-            weights = per_output(
+            settings["loss_weights"] = by_output(
                 "loss_weights", given["loss_weights"], outputs, labels, missing=1.0
             )
-            settings["loss_weights"] = weights
         if "metrics" in given:
-            settings["metrics"] = per_output(
+            settings["metrics"] = by_output(
                 "metrics", given["metrics"], outputs, labels, list_is_value=single
             )
-        return settings
+        return {name: outputs.pack(values) for name, values in settings.items()}
 
-    def _compiled_loss(self, outputs: Outputs) -> Any:
+    def _compiled_loss(self, outputs: Outputs) -> list[Any]:
         loss = self.loss
         if isinstance(loss, (list, tuple)) and len(loss) == len(outputs.labels):
             flat = list(loss)
         else:
-            packed = per_output("loss", loss, outputs, self.label_cols)
-            flat = [None] * len(outputs.labels)
-            keras.tree.map_structure(
-                lambda index, value: flat.__setitem__(index, value), outputs.structure, packed
-            )
+            flat = by_output("loss", loss, outputs, self.label_cols)
         for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
             if label is None and value is not None:
                 raise ParamError(
@@ -118,7 +113,7 @@ class CompileSettings:
                     "compile the model without a loss for this output.",
                     param="label_cols",
                 )
-        return outputs.pack(flat)
+        return flat
 
 
 def losses(loss: Any) -> list[Any]:

@@ -92,8 +92,6 @@ class Recipe:
                 _check_config(part)
         with ObjectSharingScope():
             config = value.get_config()
-        registered = keras.saving.get_custom_objects()
-        objects.update({name: registered[name] for name in _strings(config) if name in registered})
         return Recipe(type(value), config, {**objects, **(custom_objects or {})})
 
     def make(self) -> Any:
@@ -184,12 +182,3 @@ def _named(part: Any) -> dict[str, Any]:
     elif is_keras(entry) or not callable(getattr(entry, "get_config", None)):
         return {}
     return {entry.__name__: entry, keras.saving.get_registered_name(entry): entry}
-
-
-def _strings(config: Any) -> Iterator[str]:
-    """Yield all strings in a config."""
-    if isinstance(config, str):
-        yield config
-    elif isinstance(config, (Mapping, list, tuple)):
-        for entry in config.values() if isinstance(config, Mapping) else config:
-            yield from _strings(entry)

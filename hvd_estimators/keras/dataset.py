@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -99,16 +98,3 @@ class ColumnDatasets:
     def element(self) -> Any:
         """The ``element`` of `build_metrics`."""
         return _backend.element(self._first, self._rows, self._form)
-
-
-@contextlib.contextmanager
-def naming_data(step: str, data: Any) -> Iterator[None]:
-    """Add the form of the step's argument to an error in the user's own step."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(data, tuple) or len(data) == 1:
-            raise  # Without labels a step gets only its inputs, as from fit(x).
-        parts = ", ".join(("x", "y", "sample_weight")[: len(data)])
-        error.add_note(f"{step}(data) is given data = ({parts}); its inputs alone are data[0].")
-        raise

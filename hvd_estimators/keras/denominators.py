@@ -39,8 +39,6 @@ class LossDenominators:
         Micro-batches per step on this rank.
     full : int
         Rows of a full batch, the unit of weights.
-    by_samples : bool
-        Whether gradients are averaged by sample weights, not by rows.
     sum_over_ranks : callable
         Returns the sum of a tensor over the ranks, given the tensor and its name.
     may_be_empty : bool
@@ -59,7 +57,6 @@ class LossDenominators:
         averagers: Sequence[GradientAverager],
         passes: int,
         full: int,
-        by_samples: bool,
         sum_over_ranks: Callable[[Any, str], Any],
         may_be_empty: bool = False,
     ) -> None:
@@ -69,7 +66,6 @@ class LossDenominators:
         self._averagers = averagers
         self._passes = passes
         self._full = full
-        self._by_samples = by_samples
         self._model: Any = model
         self._is_single = True
         self._weight: Any = None
@@ -140,7 +136,7 @@ class LossDenominators:
     def _update(self, original: Any, is_total: bool, values: Any, sample_weight: Any = None) -> Any:
         if is_total and self._denominator is not None:
             sample_weight = self._denominator
-        elif self._by_samples if is_total else sample_weight is None:
+        elif not is_total and sample_weight is None:
             # Keras weights the batches of an output equally, if their rows vary.
             sample_weight = self._weight
         return original(values, sample_weight=sample_weight)
@@ -157,15 +153,13 @@ class LossDenominators:
             Whether gradients are averaged. In a test step, a single loss is weighted by its
             denominator, so that the loss over all validation rows is exact.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self._is_single = sum(label is not None for label in keras.tree.flatten(y)) == 1
         self._rows = ops.cast(ops.shape(keras.tree.flatten(x)[0])[0], "float32")
         self._weight, self._is_training = self._rows, is_training
-        if self._by_samples and sample_weight is not None:
-            self._weight = ops.sum(ops.cast(sample_weight, "float32"))
         if is_training:
             for averager in self._averagers:
-                averager.weight = self._weight / self._full
+                averager.weight, averager.applied = self._weight / self._full, 0
         self._calls = self._other_sums = 0
         self._has_sum = False
         self._after, self._denominator = [], None
@@ -175,6 +169,13 @@ class LossDenominators:
         finally:
             self._weight = self._rows = self._denominator = None
             self._after = []
+        applied = sum(averager.applied for averager in self._averagers)
+        if is_training and self._passes > 1 and applied > 1:
+            raise ParamError(
+                f"model: its train_step applies optimizers {applied} times per batch, which needs "
+                "a step of one batch of each rank. Set backward_passes_per_step=1, and resume on "
+                "the number of ranks that started the run."
+            )
         if is_training and self._passes > 1 and self._other_sums and self._calls > 1:
             raise ParamError(
                 "loss: several losses need a step of one batch of each rank if one of them has a "
@@ -212,8 +213,7 @@ class LossDenominators:
         if loss.reduction == "sum" and not states_denominator(loss):
             return self._sum(value)
         denominator = _denominator(loss, y_true, y_pred, sample_weight, elements[-1])
-        is_known = self._is_training and self._by_samples and not _has_mask(y_pred, elements[-1])
-        if denominator is None or (is_known and not states_denominator(loss)):
+        if denominator is None:
             return value
         self._other_sums += 1
         if self._is_training and self._passes > 1:
@@ -276,7 +276,3 @@ def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any
 
 def _mask_of(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
-
-
-def _has_mask(*tensors: Any) -> bool:
-    return any(_mask_of(tensor) is not None for tensor in tensors)

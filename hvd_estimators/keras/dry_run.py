@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -15,72 +14,26 @@ import numpy as np
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.trial import causes, leave_to_ranks, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import (
     CPU,
     SHAPE_KINDS,
     all_layers,
     has_own_step,
-    on_tensorflow,
+    model_optimizers,
 )
-from hvd_estimators.keras.losses import check_loss, has_any_loss, has_test_loss
-from hvd_estimators.keras.metrics import (
-    check_metrics,
-)
+from hvd_estimators.keras.losses import check_loss
+from hvd_estimators.keras.metrics import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.own_step import why_one_batch_per_step
-from hvd_estimators.keras.sync_batch_norm import synchronized_layers
 from hvd_estimators.keras.tensors import (
     ZEROS,
     Field,
     TensorSpec,
     alike,
-    called_with,
     input_structure,
     kept_variables,
-    other_structure,
 )
 from hvd_estimators.loading.spec import DataSpec
-
-LAMBDA_REMEDY = (
-    "Keras sends the code of a Lambda's lambda without the modules and variables that the lambda "
-    "uses. Write a named function (def square(x): return ops.square(x)) and set "
-    "keras.layers.Lambda(square), or write a layer with a call()."
-)
-
-
-def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: str) -> None:
-    """Reject columns whose kind or shape does not fit a model's inputs or labels.
-
-    Parameters
-    ----------
-    fields : sequence of Field
-        The expected form of each column.
-    columns : mapping of str to numpy.ndarray
-        Some rows.
-    param, end : str
-        The parameter that names the columns, and "input" or "label", for messages.
-
-    Raises
-    ------
-    ShapeError
-        If a column does not fit.
-    """
-    for field in fields:
-        array = columns[field.column]
-        shape, is_text = array.shape[1:], array.dtype.kind in "OSU"
-        if field.dtype is not None and is_text != (field.dtype == "string"):
-            raise ShapeError(
-                f"{param}: column {field.column!r} holds {'text' if is_text else array.dtype}, "
-                f"and the model's {end} for it is of type {field.dtype}. Set columns in the "
-                f"order of the model's {end}s; text takes keras.Input(..., dtype='string')."
-            )
-        if not field.fits(shape):
-            raise ShapeError(
-                f"{param}: a row of column {field.column!r} has shape {shape}, and the model's "
-                f"{end} for it has {field.shape}. Set columns in the order of the model's "
-                f"{end}s, with as many elements as these."
-            )
 
 
 def check_batches(model: keras.Model, data: DataSpec) -> None:
@@ -90,44 +43,12 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
     ------
     DataError
         If a batch has no rows and the model uses batch normalization.
-    ParamError
-        If a rank runs several shards and a layer of the model does not support this.
     """
-    if synchronized_layers(model):
-        data.require_one_shard_per_rank(
-            "model", "over which BatchNormalization(synchronized=True) takes no statistics"
-        )
     if any(isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)):
         data.require_rows_in_batches("Batch normalization")
 
 
-def text_remedy(columns: Columns, inputs: Any) -> str:
-    """Return advice about text columns among a model's inputs; empty if there are none."""
-    text = [
-        field.column
-        for field in keras.tree.flatten(inputs)
-        if columns[field.column].dtype.kind in "OSU"
-    ]
-    if not text:
-        return ""
-    return (
-        f" The columns {', '.join(map(repr, text))} are text: make numbers of it in the model, "
-        "with keras.layers.TextVectorization, StringLookup or Hashing, or before, with "
-        "pyspark.ml.feature.StringIndexer or a transformation_fn."
-    )
-
-
 logger = logging.getLogger(__name__)
-
-
-# Errors of models that index or unpack an input of another structure.
-_INDEXING_KINDS: tuple[type[BaseException], ...] = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    *SHAPE_KINDS,
-)
 
 
 class DryRun:
@@ -151,9 +72,7 @@ class DryRun:
     class_weight : mapping, optional
         Weight of each class of the only label.
     copy : callable, optional
-        Returns another copy of the model, for a second call if the first copy rejects its input.
-        The second call passes a dict of column name to tensor instead of a tensor or tuple, or the
-        reverse.
+        Returns another copy of the model, on which its own ``train_step`` is tried.
     compares : bool
         Whether a loss or metrics compare labels to outputs.
     selection : sequence of (int or str), optional
@@ -173,10 +92,10 @@ class DryRun:
         Shape of one row of each label's output; None for a size that only a call determines.
     tensors : TensorSpec
         Conversion of columns to tensors.
-    has_test_loss : bool
-        False if the model's ``test_step`` is known to lack a loss.
-    takes_one_row : bool or None
-        Whether the model can be called with one row; None if unknown.
+    applied : int
+        How many times the model's own ``train_step`` applies optimizers to a batch.
+    test_error : Exception or None
+        Failure of ``test_step``, if the model has its own ``train_step``.
     """
 
     def __init__(
@@ -209,8 +128,8 @@ class DryRun:
         self._inputs: Any = input_structure(model, feature_cols)
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
-        self.has_test_loss = True
-        self.takes_one_row: bool | None = None
+        self.applied = 0
+        self.test_error: Exception | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._columns: Columns = {}
         self._batch: tuple[Any, ...] | None = None
@@ -233,15 +152,6 @@ class DryRun:
             )
         return TensorSpec(self._inputs, structure, self._weight_col, self._class_weight)
 
-    @functools.cached_property
-    def why_one_batch_per_step(self) -> str | None:
-        """See `why_one_batch_per_step`; None for a model without its own ``train_step``."""
-        if self._copy is None or not has_own_step(self.model):
-            return None
-        trial = self._copy()
-        self._compile(trial, self.outputs)
-        return why_one_batch_per_step(trial, self.tensors.arrays(self._columns))
-
     def _take_columns(self, columns: Columns) -> None:
         self._columns = columns
         self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
@@ -252,18 +162,10 @@ class DryRun:
         Raises
         ------
         ParamError
-            If only a call can build the model or determine the structure of its inputs.
+            If only a call can build the model or pair its outputs with labels.
         """
         self._take_columns(columns)
         self._go_without_call("dry_run is False")
-        model, inputs = self.model, self._inputs
-        is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
-        if not is_known and other_structure(model, inputs, self._feature_cols) is not None:
-            raise ParamError(
-                "model: only a call shows if it takes a tuple or a dict of column name to tensor, "
-                "and dry_run is False. Call the model on a few rows before fit(), or set "
-                "dry_run=True."
-            )
 
     def run(self, columns: Columns) -> None:
         """Call the model and its loss with some rows.
@@ -280,82 +182,57 @@ class DryRun:
             If the model is not built and cannot be called on the driver.
         """
         self._take_columns(columns)
-        check_columns(self._input_fields(), columns, "feature_cols", "input")
-        with keras.device(CPU), contextlib.ExitStack() as stack:
+        with keras.device(CPU):
             try:
-                x, outputs = self._call(columns, stack)
+                x, outputs = self._call(columns)
             except Exception as error:
-                called = self._call_otherwise(columns, stack, error)
-                if isinstance(called, str) and has_own_step(self.model):
+                if has_own_step(self.model):
                     self._try_step(columns)
-                    self._go_without_call(f"it raised {type(error).__name__}: {error}")
-                    if type(self.model).call is keras.Model.call:
-                        self.has_test_loss = has_test_loss(self.model)
-                    return
-                if isinstance(called, str):
-                    if isinstance(error, NameError):
-                        *_, first = causes(error)  # Keras repeats the message with the arguments.
-                        raise ParamError(
-                            f"model: its call fails on the ranks, too (NameError: {first}). "
-                            f"{LAMBDA_REMEDY}"
-                        ) from error
-                    remedy = text_remedy(columns, self._inputs)
-                    # A conversion of text to numbers may raise the same errors as a missing GPU.
-                    kinds = SHAPE_KINDS
-                    if remedy and on_tensorflow():
-                        import tensorflow as tf
-
-                        kinds = (*kinds, tf.errors.UnimplementedError)
-                    if leave_to_ranks(error, kinds):
-                        self._go_without_call(f"it raised {type(error).__name__}: {error}")
-                        return
-                    arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
-                    given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
-                    raise ShapeError(
-                        f"The model cannot take the feature columns. It was called with {given} "
-                        f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
-                        "the order of the model's inputs, or to the names of its inputs, in the "
-                        "shapes that it expects."
-                        f"{matrix_hint({f.column: x.shape[1:] for f, x in arrays.items()})}"
-                        f"{remedy}"
-                    ) from error
-                x, outputs = called
+                elif not leave_to_ranks(error, SHAPE_KINDS):
+                    raise self._not_taken(error) from error
+                self._go_without_call(f"it raised {type(error).__name__}: {error}")
+                return
             if self.outputs is None:
                 self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
             self._note_shapes(outputs)
             self._check_copy(x, outputs)
-            self.has_test_loss = has_test_loss(self.model)
-            if has_any_loss(self.model, x):
-                self._check_loss(x, outputs, columns)
-            self._try_one_row(columns, outputs)
+            if has_own_step(self.model):
+                self._try_step(columns)
+            else:
+                self._try_loss(columns)
 
-    def _try_one_row(self, columns: Columns, of_several: Any) -> None:
-        """Call the model with a single row, and compare the outputs with a call of several rows."""
-        row = {name: array[:1] for name, array in columns.items()}
-        try:
-            with contextlib.ExitStack() as stack:
-                _, outputs = self._call(row, stack)
-        except Exception as error:
-            # Several rows have passed.
-            self.takes_one_row = None if leave_to_ranks(error, SHAPE_KINDS) else False
-            return
-        self.takes_one_row = True
-        one, several = keras.tree.flatten(outputs), keras.tree.flatten(of_several)
-        if any(len(a.shape) < len(b.shape) for a, b in zip(one, several, strict=False)):
-            raise ShapeError(
-                f"The model's outputs for one row have the shapes {[tuple(a.shape) for a in one]}, "
-                "without the dimension of rows. Give squeeze() an axis, such as "
-                "keras.ops.squeeze(x, axis=-1)."
+    def _not_taken(self, error: Exception) -> ShapeError:
+        """Return the error for a model that cannot be called."""
+        columns = {f.column: self._columns[f.column] for f in keras.tree.flatten(self._inputs)}
+        given = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in columns.items())
+        remedy = matrix_hint({name: array.shape[1:] for name, array in columns.items()})
+        if any(array.dtype.kind in "OSU" for array in columns.values()):
+            remedy += (
+                " Text needs keras.Input(..., dtype='string') and a layer such as "
+                "keras.layers.TextVectorization, or pyspark.ml.feature.StringIndexer before."
             )
+        if isinstance(error, NameError):
+            remedy += (
+                " Keras sends a lambda without the modules that it uses: give keras.layers.Lambda "
+                "a named function (def)."
+            )
+        if isinstance(self._inputs, tuple):
+            remedy += " If the model takes a dict of column name to tensor, call it on one before."
+        return ShapeError(
+            f"the model cannot take the columns. It was called with {given} and raised "
+            f"{type(error).__name__}: {error}. Set columns in the order of the model's inputs, or "
+            f"to their names, in the shapes and types that it expects.{remedy}",
+            param="feature_cols",
+        )
 
     def note_other_sizes(self, batches: Iterable[Columns]) -> None:
         """Leave open each size of an output that differs in other batches of few rows."""
         for columns in batches:
             found = self.output_shapes
             try:
-                with keras.device(CPU), contextlib.ExitStack() as stack:
-                    self._note_shapes(self._call(columns, stack)[1])
+                with keras.device(CPU):
+                    self._note_shapes(self._call(columns)[1])
             except Exception as error:
                 logger.info("The model does not take a single row (%s)", error)
                 continue
@@ -367,15 +244,10 @@ class DryRun:
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""
-        flat = self._selected(outputs)
-        labels: Sequence[str | None] = [None] * len(flat)
-        if self.outputs is not None and self._selection is None:
-            flat, labels = keras.tree.flatten(outputs), self.outputs.labels
-        for label, output in zip(labels, flat, strict=True):
+        for output in self._selected(outputs):
             if not output.shape or output.shape[0] != rows:
-                which = "" if label is None else f" for label {label!r}"
                 raise ShapeError(
-                    f"The model's output{which} has shape {tuple(output.shape)} for {rows} rows. "
+                    f"An output of the model has shape {tuple(output.shape)} for {rows} rows. "
                     "Its first dimension must count the rows; outputs can leave out others."
                 )
 
@@ -386,19 +258,29 @@ class DryRun:
         )
 
     def _try_step(self, columns: Columns) -> None:
-        """Run the user's own training step, which may call the model differently from `run`.
+        """Run the user's own training step, and the test step, which `test_error` remembers.
 
         Raises
         ------
         ShapeError
             If the step fails.
         """
-        assert self._copy is not None
-        trial = self._copy()
+        if self._copy is None:
+            return
+        trial, batch = self._copy(), self.tensors.arrays(columns)
+        self.applied = 0
+
+        def counted(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.applied += 1
+            return apply(*args, **kwargs)
+
         try:
             with traceless():
-                self._compile(trial, None)
-                trial.train_step(self.tensors.arrays(columns))
+                self._compile(trial, self.outputs)
+                for optimizer in model_optimizers(trial):
+                    # Bypasses Keras's attribute tracking.
+                    vars(optimizer)["apply"] = functools.partial(counted, optimizer.apply)
+                trial.train_step(batch)
         except Exception as error:
             if leave_to_ranks(error, SHAPE_KINDS):
                 return
@@ -408,6 +290,11 @@ class DryRun:
                 f"{type(error).__name__}: {error}. Without label_cols it gets x, otherwise (x, y). "
                 "Set feature_cols and label_cols to what it expects."
             ) from error
+        try:
+            with traceless():
+                trial.test_step(batch)
+        except Exception as error:
+            self.test_error = None if leave_to_ranks(error, SHAPE_KINDS) else error
 
     def _check_copy(self, x: Any, outputs: Any) -> None:
         """Compare the given model's outputs with the outputs of the copy for training.
@@ -421,70 +308,67 @@ class DryRun:
         if original is None or not original.built:
             return
         try:
-            with kept_variables(original), traceless():
-                expected = original(x, training=False)
-            if _same_outputs(outputs, expected):
-                return
-            with traceless():
-                again = self.model(x, training=False)
+            with kept_variables(original), kept_variables(self.model), traceless():
+                # Outputs that are random in each call cannot be compared.
+                differs = not _same_outputs(outputs, original(x, training=False)) and (
+                    _same_outputs(outputs, self.model(x, training=False))
+                )
         except Exception as error:
             logger.debug("The given model was not compared with its copy", exc_info=error)
             return
-        # Outputs that are random in each call cannot be compared.
-        if _same_outputs(outputs, again):
+        if differs:
             raise ParamError(
                 "model: a copy that Keras makes of it, as for the ranks, returns other outputs for "
                 "the same rows. Give each class of its layers a get_config() and a from_config() "
                 "that make an equal object, and set in the constructor what call() uses."
             )
 
-    def _input_fields(self) -> list[Field]:
-        fields: list[Field] = keras.tree.flatten(self._inputs)
-        return fields
-
-    def _call(self, columns: Columns, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    def _call(self, columns: Columns) -> tuple[Any, Any]:
         """Call the model, and return its input and its output."""
         x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs))
-        stack.enter_context(kept_variables(self.model))
-        with traceless():
+        with kept_variables(self.model), traceless():
             return x, self.model(x, training=False)
 
-    def _call_otherwise(
-        self, columns: Columns, stack: contextlib.ExitStack, error: Exception
-    ) -> tuple[Any, Any] | str:
-        """Call the model with another input structure; return the error as text if this fails."""
-        other = other_structure(self.model, self._inputs, self._feature_cols)
-        if other is None or self._copy is None or not isinstance(error, _INDEXING_KINDS):
-            return ""
-        before = self.model, self._inputs
-        # The first copy may be partly built.
-        self.model, self._inputs = self._copy(), other
+    def _try_loss(self, columns: Columns) -> None:
+        """Compute the loss as in training."""
         try:
-            return self._call(columns, stack)
-        except Exception as second:
-            called_by = "a dict of column name to tensor" if isinstance(other, dict) else "a tuple"
-            self.model, self._inputs = before
-            return f" (and with {called_by} {type(second).__name__}: {second})"
-
-    def _check_loss(self, x: Any, outputs: Any, columns: Columns) -> None:
-        tensors = self.tensors
-        check_columns(list(tensors.label_fields()), columns, "label_shapes", "label")
-        batch = tensors.arrays(columns)
-        if not self._label_cols:
-            check_loss(self.model, None, x, outputs, None, None)
-            return
-        labels = batch[1]
-        weights = None if len(batch) == 2 else batch[2]
-        try:
+            batch = self.tensors.arrays(columns)
+        except Exception as error:
+            raise ShapeError(
+                f"cannot reshape the columns of the labels: {error}", param="label_shapes"
+            ) from error
+        x, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        with kept_variables(self.model):
+            try:
+                with traceless():
+                    outputs = self.model(x, training=True)
+            except Exception as error:
+                if not leave_to_ranks(error, SHAPE_KINDS):
+                    raise ShapeError(
+                        "The model cannot be called with training=True: it raised "
+                        f"{type(error).__name__}: {error}."
+                    ) from error
+                return
             is_tried = check_loss(self.model, self.outputs, x, outputs, labels, weights)
-        except ShapeError:
-            if not has_own_step(self.model):
-                raise
-            # The step may pass other values than outputs and labels to the compiled loss.
-            self._try_step(columns)
-            return
-        if is_tried:
-            self._batch = (x, labels, outputs, *batch[2:])
+        if is_tried and labels is not None:
+            self._batch = (x, labels, outputs, weights)
+            self._try_metrics()
+
+    def _try_metrics(self) -> None:
+        """Compute the metrics as in training."""
+        assert self._batch is not None
+        try:
+            with traceless():
+                self.model.compute_metrics(*self._batch)
+        except Exception as error:
+            if not leave_to_ranks(error, SHAPE_KINDS):
+                raise ParamError(
+                    f"cannot be computed: {type(error).__name__}: {error}. Set names that Keras "
+                    "knows, objects or functions that take the labels and outputs.",
+                    param="metrics",
+                ) from error
+        finally:
+            self.model.reset_metrics()
 
     def check_metrics(self) -> None:
         """Check that the ranks' metrics can be summed, after `run`; see `check_metrics`."""
@@ -554,14 +438,12 @@ def _label_shape(
 
 
 def _same_outputs(outputs: Any, others: Any) -> bool:
-    flat, other = keras.tree.flatten(outputs), keras.tree.flatten(others)
-    return len(flat) == len(other) and all(map(_same_output, flat, other))
-
-
-def _same_output(output: Any, other: Any) -> bool:
-    a, b = keras.ops.convert_to_numpy(output), keras.ops.convert_to_numpy(other)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.dtype.kind in "OSU":
-        return bool((a == b).all())
-    return np.allclose(a.astype(np.float64), b.astype(np.float64), 1e-3, 1e-5, equal_nan=True)
+    """Return whether outputs, made of numbers, are equal except for their rounding."""
+    a, b = (
+        [np.asarray(keras.ops.convert_to_numpy(each), np.float64) for each in keras.tree.flatten(o)]
+        for o in (outputs, others)
+    )
+    return len(a) == len(b) and all(
+        x.shape == y.shape and np.allclose(x, y, 1e-3, 1e-5, equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )

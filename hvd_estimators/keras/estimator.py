@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,10 +16,9 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.framework import KerasFramework
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_values
-from hvd_estimators.keras.serialization import OptimizerPayload, dump
+from hvd_estimators.keras.serialization import dump
 from hvd_estimators.keras.tensors import input_keys
 from hvd_estimators.keras.trainer import KerasTrainSpec
-from hvd_estimators.keras.user_callbacks import reject_callback_list
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
 from hvd_estimators.summary import as_keras_history
 
@@ -43,11 +42,6 @@ def label_weights(
     if isinstance(value, Mapping):
         return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
     return numbers(name, value)
-
-
-def _callbacks(name: str, value: Iterable[Any]) -> list[Any]:
-    reject_callback_list(name, value)
-    return objects(name, value)
 
 
 def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +107,7 @@ class KerasEstimator(KerasEstimatorSignatures):
         "is not set.",
         default=[],
     )
-    callbacks = param("Keras callbacks.", default=[], convert=_callbacks)
+    callbacks = param("Keras callbacks.", default=[], convert=objects)
     custom_objects = param(
         "Dict of name to custom class or function of the model. Classes of its layers are found "
         "without it.",
@@ -138,19 +132,7 @@ class KerasEstimator(KerasEstimatorSignatures):
     )
 
     def _dump_param(self, name: str, value: Any) -> bytes:
-        if name == "optimizer" and isinstance(value, keras.optimizers.Optimizer):
-            value = OptimizerPayload.of(value, self.getOrDefault("custom_objects"))
         return dump(value, self.getOrDefault("custom_objects"))
-
-    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        values = super()._load_params(documents)
-        document = values.get("optimizer")
-        if isinstance(document, OptimizerPayload):
-            optimizer = values["optimizer"] = document.make()
-            model = values.get("model", self.getOrDefault("model"))
-            if model is not None and model.built:
-                document.restore(optimizer, model.trainable_variables)
-        return values
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the shapes of the model's inputs and outputs; -1 stands for a variable size."""

@@ -20,7 +20,6 @@ from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.keras.backend import CPU, kept_random_state, on_tensorflow, traced
 from hvd_estimators.keras.denominators import LossDenominators
-from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
 from hvd_estimators.keras.predictor import choose_device
 from hvd_estimators.keras.serialization import load, load_model
@@ -64,10 +63,7 @@ class EvaluationSteps:
             arguments = load(compiled)
             if arguments is not None:
                 self.model.compile(**arguments)
-        weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
-        self._denominators = LossDenominators(
-            self.model, [], 1, 1, weights, lambda tensor, name: tensor
-        )
+        self._denominators = LossDenominators(self.model, [], 1, 1, lambda tensor, name: tensor)
         self._is_built = False
         step = self._step
         self._traced = step if self.model.run_eagerly and on_tensorflow() else traced(step)
@@ -99,14 +95,7 @@ class EvaluationSteps:
 
     def _step(self, batch: Any) -> Any:
         with self._denominators.in_step(batch, False):
-            try:
-                return self.model.test_step(batch)
-            except ValueError as error:
-                if has_test_loss(self.model):
-                    raise
-                raise ParamError(
-                    f"model: evaluate() computes its loss, but {NO_TEST_LOSS}"
-                ) from error
+            return self.model.test_step(batch)
 
 
 def load_evaluator(

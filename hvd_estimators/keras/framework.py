@@ -32,15 +32,10 @@ from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.losses import (
-    NO_TEST_LOSS,
-    class_limit,
-    losses_by_output,
-)
+from hvd_estimators.keras.losses import class_limit, losses_by_output
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.settings import KerasSettings
-from hvd_estimators.keras.tensors import id_limits
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.loading.collate_fn import BatchNames
 from hvd_estimators.training.row_weights import check_classes
@@ -124,15 +119,13 @@ class KerasFramework(Framework):
             ends = (take(columns, rows) for rows in (slice(1), slice(-1, None)))
             dry_run.note_other_sizes(collated.columns(self.settings.delivered(e)) for e in ends)
         passes = self.settings.backward_passes_per_step
-        if passes > 1 and dry_run.why_one_batch_per_step is not None:
+        if passes > 1 and dry_run.applied > 1:
             raise ParamError(
-                "backward_passes_per_step: expected 1 for a model whose train_step "
-                f"{dry_run.why_one_batch_per_step}, found {passes}."
+                "backward_passes_per_step: expected 1 for a model whose train_step applies "
+                f"optimizers {dry_run.applied} times per batch, found {passes}."
             )
         trial = _KerasTrial(
             dry_run.output_shapes,
-            dry_run.takes_one_row,
-            id_limits(dry_run.model, keras.tree.flatten(dry_run.tensors.inputs)),
             dry_run=dry_run,
             compiled=compiled,
             collated=collated,
@@ -174,11 +167,12 @@ class KerasFramework(Framework):
         return dry_run, compiled
 
     def _check_validation(self, trial: _KerasTrial, has_validation: bool) -> None:
-        if has_validation and not trial.dry_run.has_test_loss:
+        error = trial.dry_run.test_error
+        if has_validation and error is not None:
             raise ParamError(
-                f"validation: the model has its own train_step(), but {NO_TEST_LOSS} Or leave "
-                "validation out."
-            )
+                f"validation: test_step() fails with {type(error).__name__}: {error} Give the "
+                "model a test_step(), or set loss. Or leave validation out."
+            ) from error
 
     def check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         self._check_validation(trial, manifest.validation is not None)
@@ -215,10 +209,10 @@ class KerasFramework(Framework):
     def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         settings = self.settings
         check_batches(trial.dry_run.model, common.data)
-        if common.data.passes_per_batch > 1:
-            reason = trial.dry_run.why_one_batch_per_step
-            if reason is not None:
-                common.data.require_one_shard_per_rank("model", f"and its train_step {reason}")
+        applied = trial.dry_run.applied
+        if common.data.passes_per_batch > 1 and applied > 1:
+            reason = f"and its train_step applies optimizers {applied} times per batch"
+            common.data.require_one_shard_per_rank("model", reason)
         reductions_of(trial.dry_run.model, common.buffer_reduction)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
@@ -227,7 +221,6 @@ class KerasFramework(Framework):
             # Read after the dry run, which builds a model that was not built.
             model=ModelPayload(trial.dry_run.model, settings.custom_objects),
             tensors=trial.dry_run.tensors,
-            weight_by_samples=settings.weights_by_samples(trial.compiled),
             checkpoint_callback=settings.checkpoint_callback,
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
@@ -285,8 +278,6 @@ def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str
         return {}
     plain = {}
     for key, value in config.items():
-        if key == "learning_rate" and isinstance(value, dict) and key not in left_out:
-            plain[key] = named(value.get("config"))
-        elif key not in left_out and isinstance(value, (bool, int, float, str)):
+        if key not in left_out and isinstance(value, (bool, int, float, str)):
             plain[key] = value
     return plain

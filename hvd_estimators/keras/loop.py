@@ -9,14 +9,11 @@ import keras
 import numpy as np
 
 from hvd_estimators.keras.backend import learning_rates, traced
-from hvd_estimators.keras.checkpoint import PartialEpoch
+from hvd_estimators.keras.checkpoint import PartialEpoch, RunSaver
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.metrics import results, scalars
-from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
-from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.step_control import StepControl
 
@@ -72,8 +69,6 @@ class StepEnd:
     ----------
     spec : TrainSpec
         The training job.
-    save : callable
-        Called on all ranks with the completed batches of the epoch.
     control : StepControl
         Lets ranks agree on values that are not finite, on checkpoints and on stop requests.
 
@@ -86,11 +81,9 @@ class StepEnd:
     def __init__(
         self,
         spec: TrainSpec,
-        save: Callable[[int], None],
         control: StepControl,
     ) -> None:
         self._spec = spec
-        self._save = save
         self._control = control
         self.checks_nan = spec.terminate_on_nan
         self._not_finite: NotFinite | None = None
@@ -120,7 +113,9 @@ class StepEnd:
         loss_and_paths = self._not_finite.after_step(logs)
         self._control.check_finite(self._spec.steps_done(epoch, batches), epoch, *loss_and_paths)
 
-    def end(self, epoch: int, before: int, batches: int) -> None:
+    def end(
+        self, epoch: int, before: int, batches: int, save_within: Callable[[int], None]
+    ) -> None:
         """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
 
         Does nothing after an epoch's last step, because the end of the epoch follows.
@@ -131,6 +126,8 @@ class StepEnd:
             The epoch, from 0.
         before, batches : int
             Batches of a shard that were done at the previous call, and that are done now.
+        save_within : callable
+            Saves the run after that number of batches. Called by all ranks.
         """
         made_progress()
         if batches >= self._batches or not self._is_step(batches):
@@ -139,7 +136,7 @@ class StepEnd:
         first, last = (self._spec.steps_done(epoch, count) for count in (complete, batches))
 
         def save() -> bool:
-            self._save(batches)
+            save_within(batches)
             return True
 
         self._control.after_step(epoch, batches, range(first + 1, last + 1), save)
@@ -153,193 +150,8 @@ class StepEnd:
         return not batches % self._passes or batches >= self._batches
 
 
-class EpochEnd(keras.callbacks.Callback):
-    """Record an epoch after all other callbacks, and let ranks stop together.
-
-    Parameters
-    ----------
-    callbacks : sequence of keras.callbacks.Callback
-        The user's callbacks, the same on all ranks.
-    history : sequence of EpochMetrics
-        Epochs of an earlier part of the run.
-    states : CallbackStates
-        Restores the callbacks of a resumed run.
-    progress : Progress
-        Reports to the driver.
-    save : callable
-        Called after each epoch, on all ranks.
-    step_end : StepEnd
-        Stops training after an epoch on request.
-
-    Attributes
-    ----------
-    history : list of EpochMetrics
-        All epochs so far.
-    stop : bool
-        Whether a callback of this rank has requested a stop during the epoch.
-    stopped : bool
-        Whether callbacks have stopped training.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[keras.callbacks.Callback],
-        history: Sequence[EpochMetrics],
-        states: CallbackStates,
-        progress: Progress,
-        save: Callable[[], None],
-        step_end: StepEnd,
-    ) -> None:
-        super().__init__()
-        self.history = list(history)
-        self._states = states
-        self._progress = progress
-        self._save = save
-        self._step_end = step_end
-        self._learning_rates: list[float] = []
-        self.stop = False
-        self.stopped = False
-
-    def training_ended(self) -> None:
-        """Record duration and learning rates of an epoch's training, before other callbacks."""
-        self._progress.end_training()
-        self._learning_rates = learning_rates(self.model)
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restore the callbacks, which have just reset their states."""
-        self._states.restore()
-
-    def resume_epoch(self, stop: bool) -> None:
-        """Resume within an epoch that the callbacks have just started."""
-        self._states.restore()
-        self.stop = stop
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Record the epoch's metrics, agree on whether to stop, and save."""
-        values = dict(logs or {})
-        train = {name: v for name, v in values.items() if not name.startswith("val_")}
-        validation = {
-            name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
-        }
-        record = EpochMetrics(epoch, train, validation or None)
-        self.history.append(record)
-        self._progress.record(record, self._learning_rates)
-        stop = float(self.stop or self.model.stop_training)
-        (ranks,) = sum_arrays([np.array(stop)], "stop")
-        self.model.stop_training = self.stopped = bool(ranks)
-        self._save()
-        if not self.stopped:
-            self._step_end.finish_epoch(epoch)
-
-
-class StreamsCallback(keras.callbacks.Callback):
-    """Start the random streams of each shard that the rank runs, in each epoch.
-
-    Parameters
-    ----------
-    streams : RandomStreams
-        The rank's random streams.
-    shards : ShardStates
-        The rank's shards.
-    """
-
-    def __init__(self, streams: RandomStreams, shards: ShardStates) -> None:
-        super().__init__()
-        self._streams = streams
-        self._shards = shards
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Start the streams of the epoch."""
-        self._shards.for_each(lambda shard: self._streams.begin(shard, epoch))
-
-
-class StatisticsCallback(keras.callbacks.Callback):
-    """Reduce the variables that layers compute, before a validation or at the end of an epoch.
-
-    Parameters
-    ----------
-    shards : ShardStates
-        The rank's shards.
-    reductions : mapping
-        The value of ``buffer_reduction``.
-    """
-
-    def __init__(self, shards: ShardStates, reductions: Mapping[str, str]) -> None:
-        super().__init__()
-        self._shards = shards
-        self._reductions = reductions
-        self._averager: StatisticsAverager | None = None
-        self._due = False
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Record the statistics at the start of the epoch."""
-        self._averager = StatisticsAverager(self.model, self._reductions)
-        self._due = True
-
-    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Reduce the statistics of training before validation."""
-        self._average()
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Reduce the statistics if there was no validation."""
-        self._average()
-
-    @property
-    def digests(self) -> list[bytes]:
-        """Digests of the statistics at the start of the epoch; see `StatisticsAverager`."""
-        return [] if self._averager is None else self._averager.digests
-
-    @property
-    def bases(self) -> dict[int, Any]:
-        """Summed variables at the start of the epoch; see `StatisticsAverager`."""
-        return {} if self._averager is None else self._averager.bases
-
-    def resume_epoch(self, digests: Sequence[bytes], bases: Mapping[int, Any]) -> None:
-        """Resume within an epoch that started with these statistics."""
-        assert self._averager is not None
-        self._averager.digests = list(digests)
-        self._averager.bases.update(bases)
-
-    def _average(self) -> None:
-        if self._due and self._averager is not None:
-            self._due = False
-            self._averager.average(self._shards)
-
-
-class ProgressReports(keras.callbacks.Callback):
-    """Report the progress within an epoch to the driver. Rank 0 only.
-
-    Parameters
-    ----------
-    progress : Progress
-        Sends the reports.
-    done : int
-        Steps of the first epoch that an earlier part of the run completed.
-    """
-
-    def __init__(self, progress: Progress, done: int = 0) -> None:
-        super().__init__()
-        self._progress = progress
-        self._done = done
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Record the start of the epoch."""
-        self._progress.start_epoch(epoch, self._done)
-        self._done = 0
-
-    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report this rank's metrics from time to time."""
-        # Before the first batch, metrics have no results and are not even built.
-        if batch and self._progress.count_step():
-            self._progress.step(batch, scalars(results(self.model)))
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report the completed epoch."""
-        self._progress.end_epoch(scalars(logs or {}))
-
-
 class RankCallbacks(keras.callbacks.CallbackList):
-    """All callbacks of a rank.
+    """All callbacks of a rank, and what happens between them.
 
     A callback may set ``model.stop_training`` on some ranks only, because it depends on the rank's
     own batches or on a clock. The other ranks would then hang. Training therefore stops at the end
@@ -353,83 +165,109 @@ class RankCallbacks(keras.callbacks.CallbackList):
     ----------
     callbacks : sequence of keras.callbacks.Callback
         The callbacks, in the order of their calls.
-    end : EpochEnd
-        The last callback.
     model : keras.Model
         The model.
     epochs, steps : int
         Epochs of the run, and steps per epoch.
-    micro_batches : MicroBatches
-        Groups batches into steps.
-    statistics : StatisticsCallback
-        The statistics callback among ``callbacks``.
+    reductions : mapping
+        The value of ``buffer_reduction``.
+    saver : RunSaver
+        Saves the run after each epoch, and within epochs. Has the states of the rank.
+    history : list of EpochMetrics
+        Epochs of an earlier part of the run, to which each epoch is added.
+    progress : Progress
+        Reports to the driver, on rank 0.
     step_end : StepEnd
         Called after each step, after all callbacks.
     resumed : PartialEpoch or None
         Resumes within the first epoch.
+
+    Attributes
+    ----------
+    stop : bool
+        Whether a callback of this rank has requested a stop during the epoch.
+    stopped : bool
+        Whether callbacks have stopped training.
     """
 
     def __init__(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
-        end: EpochEnd,
         model: keras.Model,
         epochs: int,
         steps: int,
-        micro_batches: MicroBatches,
-        statistics: StatisticsCallback,
+        reductions: Mapping[str, str],
+        saver: RunSaver,
+        history: list[EpochMetrics],
+        progress: Progress,
         step_end: StepEnd,
         resumed: PartialEpoch | None,
     ) -> None:
+        self._micro_batches = saver.micro_batches
+        # The last callback gets the logs to which the others have added.
+        last = keras.callbacks.LambdaCallback(on_epoch_end=self._finish_epoch)
         super().__init__(
-            [*callbacks, end],
+            [*callbacks, last],
             add_history=True,
             model=model,
             epochs=epochs,
             steps=steps,
-            ranks=micro_batches.shards.num_shards,
+            ranks=self._micro_batches.shards.num_shards,
             verbose=0,
         )
-        self._end = end
-        self._micro_batches = micro_batches
-        self._statistics = statistics
+        self._reductions = reductions
+        self._saver = saver
+        self._records = history
+        self._progress = progress
         self._step_end = step_end
         self._resumed = resumed
+        self.stop = self.stopped = False
         # Batches of the epoch that an earlier part of the run has trained on.
         self._skipped = 0
         self._batch_ends = True
         self._is_training = False
         self._epoch = self._done = 0
+        self._learning_rates: list[float] = []
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks, now that the training function exists."""
+        """Call the callbacks, and restore them, now that the training function exists."""
         super().on_train_begin(logs)
+        self._saver.states.restore()
         if self._resumed is not None:
-            self._resumed.skip(self.model.steps_per_execution)
+            self._resumed.skip()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks, and restore a partial epoch."""
+        """Start the epoch's random streams, call the callbacks, and restore a partial epoch."""
+        shards = self._micro_batches.shards
+        shards.for_each(lambda shard: self._saver.streams.begin(shard, epoch))
+        self._statistics = StatisticsAverager(self.model, self._reductions)
         super().on_epoch_begin(epoch, logs)
         resumed, self._resumed = self._resumed, None
         self._skipped = 0
         if resumed is not None:
             self._skipped = resumed.batches
-            digests, bases, stop = resumed.restore()
-            self._statistics.resume_epoch(digests, bases)
-            self._end.resume_epoch(stop)
+            digests, bases, self.stop = resumed.restore()
+            self._statistics.digests = list(digests)
+            self._statistics.bases.update(bases)
+            self._saver.states.restore()
         self._epoch, self._done = epoch, self._skipped // self._micro_batches.passes
+        if not shards.rank:
+            self._progress.start_epoch(epoch, self._done)
         self._is_training = True
         # Checked in every epoch, because instances can get other methods at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks if a step begins."""
+        """Call the callbacks if a step begins, and report metrics from time to time."""
         if batch < self._skipped:
             return
         step = self._micro_batches.begin(batch)
         if step is not None:
             super().on_train_batch_begin(step, logs)
             self._defer_stop()
+            # Before the first batch, metrics have no results and are not even built.
+            if step and not self._micro_batches.shards.rank and self._progress.count_step():
+                self._progress.step(step, scalars(results(self.model)))
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks if a step ends and any callback uses this event."""
@@ -444,11 +282,11 @@ class RankCallbacks(keras.callbacks.CallbackList):
         if self._step_end.checks_nan:
             # Checked before the callbacks: one may raise its own error on one rank only.
             self._step_end.check_nan(self.model, self._epoch, step + 1, logs or {})
-        if self._batch_ends and self._micro_batches.notifies_after(step):
+        if self._batch_ends:
             super().on_train_batch_end(step, logs)
             self._defer_stop()
         before, self._done = self._done, step + 1
-        self._step_end.end(self._epoch, before, step + 1)
+        self._step_end.end(self._epoch, before, step + 1, self._save_within)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks before a validation, which ends the epoch's training."""
@@ -461,13 +299,42 @@ class RankCallbacks(keras.callbacks.CallbackList):
         super().on_epoch_end(epoch, logs)
 
     def _end_training(self) -> None:
+        """Record duration and learning rates of an epoch's training, and reduce statistics."""
         if self._is_training:
             self._is_training = False
-            self._end.training_ended()
+            self._progress.end_training()
+            self._learning_rates = learning_rates(self.model)
+            self._statistics.average(self._micro_batches.shards)
+
+    def _finish_epoch(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Record the epoch's metrics, agree on whether to stop, and save."""
+        values = dict(logs or {})
+        if not self._micro_batches.shards.rank:
+            self._progress.end_epoch(scalars(values))
+        train = {name: v for name, v in values.items() if not name.startswith("val_")}
+        validation = {
+            name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
+        }
+        record = EpochMetrics(epoch, train, validation or None)
+        self._records.append(record)
+        self._progress.record(record, self._learning_rates)
+        stop = float(self.stop or self.model.stop_training)
+        (ranks,) = sum_arrays([np.array(stop)], "stop")
+        self.model.stop_training = self.stopped = bool(ranks)
+        self._saver.save_epoch(self._records, self.stopped)
+        if not self.stopped:
+            self._step_end.finish_epoch(epoch)
+
+    def _save_within(self, batches: int) -> None:
+        """Save the run within an epoch, after the given number of batches. Called by all ranks."""
+        statistics = self._statistics
+        self._saver.save_within(
+            self._records, batches, statistics.digests, statistics.bases, self.stop
+        )
 
     def _defer_stop(self) -> None:
         if self.model.stop_training:
-            self._end.stop = True
+            self.stop = True
             self.model.stop_training = False
 
 

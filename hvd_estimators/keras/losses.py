@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_estimators.data.exact import check_labels
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
@@ -19,7 +18,6 @@ from hvd_estimators.keras.backend import (
     all_layers,
     function_of,
     has_own_step,
-    has_own_test_step,
     is_keras,
     num_dimensions,
     on_tensorflow,
@@ -36,12 +34,6 @@ NO_LOSS = (
 )
 
 
-NO_TEST_LOSS = (
-    "its test_step() is Keras's, which needs a loss, and the model has none. Give the model a "
-    "test_step(), or set loss."
-)
-
-
 # Keras's losses whose labels have another shape than the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
@@ -49,18 +41,6 @@ _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 def has_loss(model: keras.Model) -> bool:
     """Return whether a model can compute a loss: a compiled loss, or its own ``compute_loss``."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
-
-
-def has_test_loss(model: keras.Model) -> bool:
-    """Return whether a model, after its call, has a loss or its own ``test_step``."""
-    return has_own_test_step(model) or has_loss(model) or bool(model.losses)
-
-
-def added_losses(model: keras.Model) -> list[Any]:
-    """Return the values of `add_loss` in the last call, except regularizers of weights."""
-    all_losses = list(model.losses)
-    regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-    return all_losses[: len(all_losses) - len(regularized)]
 
 
 def may_add_loss(model: keras.Model) -> bool:
@@ -79,55 +59,32 @@ def pairs_labels(model: keras.Model) -> bool:
     return not has_own_step(model) and (not model.compiled or model.loss is not None)
 
 
-def weights_by_samples(loss: Any) -> bool:
-    """Return whether all losses divide by the sum of sample weights, not by rows.
-
-    Parameters
-    ----------
-    loss : object
-        The ``loss`` argument of `compile`.
-    """
-    entries = losses(loss)
-    return bool(entries) and all(
-        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in entries
-    )
-
-
 def without_reduction(loss: Any) -> list[Any]:
     """Return the losses without a reduction, which return one number per row."""
     return [entry for entry in losses(loss) if getattr(entry, "reduction", "") in (None, "none")]
 
 
-def find_metric(name: Any) -> Any:
-    """Resolve a metric as ``compile`` does.
-
-    Raises
-    ------
-    ValueError
-        If Keras does not know the metric.
-    """
-    # Which of several is meant by these, outputs and labels tell.
-    meant = name in ("acc", "accuracy", "ce", "crossentropy")
-    return name if meant else keras.metrics.get(name)
-
-
 def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
     """Return the loss of each output, in the order of the outputs."""
     if isinstance(loss, dict):
-        names = zip(outputs.names, outputs.layers, strict=True)
-        return [loss.get(name, loss.get(layer)) for name, layer in names]
+        return [loss.get(name) for name in outputs.names]
     flat = keras.tree.flatten(loss)
     return flat if len(flat) == len(outputs.labels) else flat[:1] * len(outputs.labels)
 
 
-def compares_elements(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that require labels in the shape of outputs."""
+def _of_keras(loss: Any) -> tuple[Any, str | None]:
+    """Return a loss as ``compile`` resolves it, and the name of its function if it is Keras's."""
     try:
         resolved = keras.losses.get(loss)
     except ValueError:
-        return False
+        return loss, None
     function = function_of(resolved)
-    return is_keras(function) and getattr(function, "__name__", "") not in _SPARSE
+    return resolved, getattr(function, "__name__", "") if is_keras(function) else None
+
+
+def compares_elements(loss: Any) -> bool:
+    """Return whether a loss is one of Keras's that require labels in the shape of outputs."""
+    return _of_keras(loss)[1] not in (None, *_SPARSE)
 
 
 # Losses that determine ``outputs_are``, see `kind_of_outputs`.
@@ -164,14 +121,7 @@ def kind_of_outputs(
     str or None
         A value of ``outputs_are``; None if the loss does not determine it.
     """
-    try:
-        resolved = keras.losses.get(loss)
-    except ValueError:
-        return None
-    function = function_of(resolved)
-    if not is_keras(function):
-        return None
-    name = getattr(function, "__name__", "")
+    resolved, name = _of_keras(loss)
     is_one_number = shape is not None and is_scalar(shape)
     if name in _OF_NUMBERS and is_one_number:
         return "values"
@@ -198,27 +148,13 @@ def class_limit(loss: Any, shape: Sequence[int | None] | None) -> tuple[int, flo
     shape : sequence of int or None, optional
         Shape of a row of the output.
     """
-    try:
-        resolved = keras.losses.get(loss)
-    except ValueError:
-        return None
-    function = function_of(resolved)
-    name = getattr(function, "__name__", "")
-    if not is_keras(function) or name != "sparse_categorical_crossentropy":
+    resolved, name = _of_keras(loss)
+    if name != "sparse_categorical_crossentropy":
         return None
     if not shape or shape[-1] is None:
         return None
     config = resolved.get_config() if isinstance(resolved, keras.losses.Loss) else {}
     return shape[-1], config.get("ignore_class")
-
-
-def _check_targets(name: str, loss: Any, label: Any, output: Any) -> None:
-    """Check that labels are classes of an output, after the loss has failed."""
-    limit = class_limit(loss, tuple(output.shape[1:]))
-    numbers = np.asarray(label)
-    # A label of another shape is no class, such as an image for a step of the user's.
-    if limit is not None and numbers.shape in (output.shape[:-1], (*output.shape[:-1], 1)):
-        check_labels(name, float(numbers.min()), float(numbers.max()), *limit)
 
 
 def _last_activation(model: keras.Model) -> str | None:
@@ -232,43 +168,6 @@ def _last_activation(model: keras.Model) -> str | None:
     if activation is None:
         return {keras.layers.Softmax: "softmax"}.get(type(layer))
     return getattr(activation, "__name__", None)
-
-
-def has_any_loss(model: keras.Model, x: Any) -> bool:
-    """Return whether there is a loss to try: the model's, or one that its layers add.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model, compiled and called.
-    x : object
-        The input of the call.
-
-    Raises
-    ------
-    ParamError
-        If there is no loss.
-    ShapeError
-        If a layer adds one number per row, or the model cannot be called as in training.
-    """
-    _check_added(model)
-    if has_loss(model) or has_own_step(model):
-        return has_loss(model)
-    if not added_losses(model):
-        try:
-            with traceless():
-                model(x, training=True)
-        except Exception as error:
-            if leave_to_ranks(error, SHAPE_KINDS):
-                return False
-            raise ShapeError(
-                "The model cannot be called with training=True: it raised "
-                f"{type(error).__name__}: {error}."
-            ) from error
-        _check_added(model)
-    if not added_losses(model):
-        raise ParamError(NO_LOSS)
-    return True
 
 
 def check_loss(
@@ -295,8 +194,6 @@ def check_loss(
     ------
     ShapeError
         If the loss cannot take outputs and labels, or does not return a single number.
-    DataError
-        If a label is no class of the model.
     """
     compared = _compared(model, description, outputs, labels)
     shapes = "; ".join(
@@ -310,12 +207,17 @@ def check_loss(
         given = keras.tree.map_structure(
             lambda v: keras.ops.convert_to_tensor(v) if isinstance(v, np.ndarray) else v, given
         )
+    for added in model.losses:
+        if num_dimensions(added):
+            # Keras would sum the numbers of the rows.
+            raise ShapeError(
+                f"add_loss: expected a number, found shape {tuple(added.shape)}. Add the mean "
+                "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."
+            )
     try:
         with traceless():
             value = model.compute_loss(*given)
     except Exception as error:
-        for name, output, label, loss in compared:
-            _check_targets(name, loss, label, output)
         if leave_to_ranks(error, SHAPE_KINDS):
             return False
         raise ShapeError(
@@ -381,13 +283,3 @@ def _compared(
         )
         if name is not None
     ]
-
-
-def _check_added(model: keras.Model) -> None:
-    """Reject added losses with one number per row, because Keras sums them up."""
-    for loss in added_losses(model):
-        if num_dimensions(loss):
-            raise ShapeError(
-                f"add_loss: expected a number, found shape {tuple(loss.shape)}. Add the mean "
-                "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."
-            )

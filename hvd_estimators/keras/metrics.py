@@ -13,7 +13,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import traceless
 from hvd_estimators.keras.backend import (
-    function_of,
     has_own_step,
     has_own_test_step,
     is_keras,
@@ -53,15 +52,6 @@ def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
     for variable, value in zip(metric.variables, states[0], strict=True):
         variable.assign(value)
     metric.merge_state([_twin(metric, state) for state in states[1:]])
-
-
-def share_of(variable: Any, rank: int, size: int) -> float:
-    """Return the factor for a rank's metric variable before the sum over the ranks."""
-    if variable.aggregation == "sum":
-        return 1.0
-    if variable.aggregation == "mean":
-        return 1.0 / size
-    return float(rank == 0)
 
 
 def results(model: keras.Model) -> dict[str, Any]:
@@ -106,7 +96,11 @@ def _as_python(value: Any) -> Any:
     return float(array.item()) if array.size == 1 else array.tolist()
 
 
-def capture_metrics(model: keras.Model) -> tuple[list[Array], list[list[Array]]]:
+MetricStates = tuple[list[Array], list[list[Array]]]
+"""States of the metrics that are summed, and of each one that merges its own."""
+
+
+def capture_metrics(model: keras.Model) -> MetricStates:
     """Return the states of a model's metrics, for `merge_captured`."""
     return (
         [variable.numpy() for variable in summed_variables(model)],
@@ -114,7 +108,7 @@ def capture_metrics(model: keras.Model) -> tuple[list[Array], list[list[Array]]]
     )
 
 
-def merge_captured(model: keras.Model, parts: Sequence[tuple[list[Array], Any]]) -> None:
+def merge_captured(model: keras.Model, parts: Sequence[MetricStates]) -> None:
     """Merge the metric states of several copies into a model.
 
     Parameters
@@ -125,9 +119,12 @@ def merge_captured(model: keras.Model, parts: Sequence[tuple[list[Array], Any]])
         `capture_metrics` results, in the order of the rows.
     """
     for position, variable in enumerate(summed_variables(model)):
-        shares = [share_of(variable, rank, len(parts)) for rank in range(len(parts))]
         values = [np.asarray(summed[position], np.float64) for summed, _ in parts]
-        variable.assign(sum(v * share for v, share in zip(values, shares, strict=True)))
+        if variable.aggregation in ("sum", "mean"):
+            parts_of_mean = len(parts) if variable.aggregation == "mean" else 1
+            variable.assign(np.add.reduce(values) / parts_of_mean)
+        else:
+            variable.assign(values[0])
     for position, metric in enumerate(metrics_with_merge_state(model)):
         merge_states(metric, [merged[position] for _, merged in parts])
 
@@ -146,15 +143,12 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     x, y, outputs, weights : arrays or structures of arrays
         A batch, rows first; weights may be None.
 
-    A function of the user's may return one number per batch. If that is not a mean over rows, a
-    warning says that the result depends on the size of batches.
-
     Raises
     ------
     ParamError
         If the results of a metric differ.
     """
-    rows = len(keras.tree.flatten(outputs)[0])
+    half = len(keras.tree.flatten(outputs)[0]) // 2
     rng = np.random.default_rng(0)
     varied = keras.tree.map_structure(
         lambda output: keras.ops.cast(rng.uniform(0.1, 0.9, output.shape), output.dtype),
@@ -165,17 +159,14 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
             lambda array, cut=cut: None if array is None else array[cut],
             (x, y, varied, weights),
         )
-        for cut in (slice(rows // 2), slice(rows // 2, rows // 2 * 2), slice(rows // 2 * 2))
+        for cut in (slice(half), slice(half, 2 * half))
     ]
-    whole = parts.pop()
     try:
         # This call builds the metrics.
         _measure(model, [(x, y, outputs, weights)])
-        of_keras = (_is_known(m) and is_keras(function_of(m)) for m in leaf_metrics(model))
-        if rows < 2 or all(of_keras):
+        if not half or all(map(_is_known, leaf_metrics(model))):
             return
-        chosen = (parts, parts[:1], parts[1:], [whole])
-        measured = [_measure(model, some) for some in chosen]
+        joint, first, second = (_measure(model, some) for some in (parts, parts[:1], parts[1:]))
     except Exception as error:
         logger.warning(
             "metrics: whether the ranks' metrics can be added up is not known, since they cannot "
@@ -186,16 +177,11 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
         return
     finally:
         model.reset_metrics()
-    for metric, joint, first, second, full in zip(leaf_metrics(model), *measured, strict=True):
-        is_mean = isinstance(metric, keras.metrics.MeanMetricWrapper)
-        if is_mean and not is_keras(function_of(metric)):
-            _check_mean(metric, full, joint)
+    for metric, *states in zip(leaf_metrics(model), joint, first, second, strict=True):
         if _is_known(metric):
             continue
-        expected, merged = (
-            _result(metric, state)
-            for state in (joint, [a + b for a, b in zip(first, second, strict=True)])
-        )
+        expected = _result(metric, states[0])
+        merged = _result(metric, [a + b for a, b in zip(*states[1:], strict=True)])
         metric.reset_state()
         if not np.allclose(expected, merged, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ParamError(
@@ -206,21 +192,6 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
                 "add_variable(aggregation='mean') (the mean of the ranks') or 'only_first_replica' "
                 "(rank 0's)."
             )
-
-
-def _check_mean(metric: Any, full: Sequence[Array], joint: Sequence[Array]) -> None:
-    """Warn if a user's metric gives other results after one batch and after its halves."""
-    of_one, of_halves = (_result(metric, state) for state in (full, joint))
-    metric.reset_state()
-    if np.allclose(of_one, of_halves, 1e-3, 1e-6, equal_nan=True):
-        return
-    logger.warning(
-        "metrics: %r of a batch is %s, and of its halves one after the other %s. Its function "
-        "returns one number per batch, and Keras takes the mean over batches. So the result "
-        "depends on batch_size and on the number of ranks. Return a number for each row, or set a "
-        "class such as keras.metrics.RootMeanSquaredError.",
-        *(metric.name, of_one, of_halves),
-    )
 
 
 def _is_known(metric: Any) -> bool:

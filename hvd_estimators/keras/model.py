@@ -14,7 +14,6 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
-from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.predictor import (
     KerasPredictor,
     inputs_of,
@@ -23,14 +22,12 @@ from hvd_estimators.keras.predictor import (
 )
 from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
 from hvd_estimators.keras.tensors import (
-    ZEROS,
-    Field,
     TensorSpec,
     call_on_zeros,
     text_columns,
 )
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import narrowed, param, shapes
+from hvd_estimators.params import narrowed, param
 from hvd_estimators.saving.export import exported, require_packages
 
 if TYPE_CHECKING:
@@ -67,11 +64,6 @@ class KerasModel(KerasModelSignatures):
         "Dict of name to custom class or function of the model.",
         default={},
         type="dict[str, Any]",
-    )
-    label_shapes = param(
-        "Shape of each label, for evaluate(): the shape of one row, or of a batch with -1 as its "
-        "first dimension. Default: the shapes in training.",
-        convert=shapes,
     )
     _labels = param("Label columns in the structure of the model's outputs, from training.")
     _input_keys = param(
@@ -176,23 +168,12 @@ class KerasModel(KerasModelSignatures):
 
     def _label_structure(self) -> Any:
         """Return the label columns in the structure of the model's outputs."""
-        labels, given = self.getOrDefault("label_columns") or [], self.getOrDefault("label_shapes")
-        structure = self.getOrDefault("_labels")
-        if given is None and (structure is not None or not labels):
-            return () if structure is None else structure
-        if given is None or len(given) != len(labels):
+        structure, labels = map(self.getOrDefault, ("_labels", "label_columns"))
+        if structure is None and labels:
             raise ParamError(
-                f"label_shapes: expected a shape for each of {', '.join(labels)}, found {given}. "
-                "The model was not fitted. Set label_shapes (the shape of one row of each label), "
-                "and sample_weight_col if training used it."
+                "model: expected a fitted model. Call evaluate() of the Keras model, getModel()."
             )
-        fields = {n: Field(n, tuple(shape[1:])) for n, shape in zip(labels, given, strict=True)}
-        model = self.getOrDefault("model")
-        outputs = symbolic(model, "output")
-        if outputs is None:
-            outputs = call_on_zeros(model, self._inputs())
-        paired = Outputs.of(model, outputs, labels, self.getOrDefault("outputs"))
-        return paired.pack([ZEROS if n is None else fields[n] for n in paired.labels])
+        return () if structure is None else structure
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         shapes = self.getOrDefault("output_shapes")

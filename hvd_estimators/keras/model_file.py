@@ -21,10 +21,8 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.exceptions import StoreError
 from hvd_estimators.keras.backend import (
     all_layers,
-    has_own_compile,
     model_optimizers,
     numpy_dtype,
     to_dense,
@@ -157,9 +155,9 @@ class ModelValues:
                 )
         return named
 
-    def write(self, file: IO[bytes] | str, config: Any = None) -> None:
-        """Write a file; ``config`` is Keras's config of the model, or None."""
-        fields = {**vars(self), "arrays": None, "config": config}
+    def write(self, file: IO[bytes] | str) -> None:
+        """Write a file."""
+        fields = {**vars(self), "arrays": None}
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(zipfile.ZipInfo(CONTENT), json.dumps(fields))
             for number, array in enumerate(self.arrays):
@@ -168,17 +166,16 @@ class ModelValues:
                     opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     @staticmethod
-    def read(archive: zipfile.ZipFile) -> tuple[ModelValues, Any]:
-        """Return the values, read when they are used, and the config of an open file."""
+    def read(archive: zipfile.ZipFile) -> ModelValues:
+        """Return the values of an open file, read when they are used."""
         fields = json.loads(archive.read(CONTENT))
-        config = fields.pop("config")
 
         def arrays() -> Iterator[Array]:
             for number, (shape, dtype) in enumerate(fields["forms"]):
                 content = np.frombuffer(archive.read(f"values/{number:06d}"), np.uint8)
                 yield content.view(numpy_dtype(dtype)).reshape(shape)
 
-        return ModelValues(**{**fields, "arrays": arrays()}), config
+        return ModelValues(**{**fields, "arrays": arrays()})
 
 
 def _kind(dtype: Any) -> str:
@@ -198,64 +195,28 @@ def variable_value(variable: keras.Variable) -> Array:
 
 def save_values(model: keras.Model, file: IO[bytes] | str) -> None:
     """Write the values of a model and its optimizers to a file."""
-    ModelValues.of(model).write(file, config_of(model))
+    ModelValues.of(model).write(file)
 
 
 def load_values(model: keras.Model, file: IO[bytes] | str) -> None:
     """Read a file from `save_values` into another copy of the model."""
     with zipfile.ZipFile(file) as archive:
-        ModelValues.read(archive)[0].assign(model)
+        ModelValues.read(archive).assign(model)
 
 
-def read_content(
-    file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any], folder: Any
-) -> keras.Model | dict[str, Array]:
-    """Return the model with its optimizer, or its weights by name if it has no config.
+def read_content(file: IO[bytes], safe: bool, folder: Any) -> dict[str, Array]:
+    """Return the values of a model's variables by name, in the order of ``model.variables``.
 
     Parameters
     ----------
     file : file
         The checkpoint.
-    safe : bool
-        Whether to reject code in the file, such as Lambda layers.
-    custom_objects : mapping
-        Name to custom class or function of the model.
-    folder : object
+    safe, folder : object
         Not used.
-
-    Raises
-    ------
-    StoreError
-        If the model cannot be created from the file.
     """
     with zipfile.ZipFile(file) as archive:
-        values, config = ModelValues.read(archive)
-        if config is None:
-            return dict(zip((name for name, *_ in values.variables), values.arrays, strict=False))
-        compiled = config.pop("compile_config", None)
-        try:
-            with keras.saving.custom_object_scope(dict(custom_objects)):
-                model: keras.Model = keras.saving.deserialize_keras_object(config, safe_mode=safe)
-                if compiled is not None and not has_own_compile(model):
-                    model.compile(**keras.saving.deserialize_keras_object(compiled))
-            values.assign(model)
-            return model
-        except (TypeError, ValueError) as error:
-            raise StoreError(
-                f"Keras cannot create the model of the checkpoint ({error}). Set custom_objects if "
-                "the model has your own classes or functions. Set safe=False if the file contains "
-                "code, such as Lambda layers, and you trust its writer."
-            ) from error
-
-
-def config_of(model: keras.Model) -> Any:
-    """Return Keras's config of a model and its compile arguments; None if there is none."""
-    try:
-        config = keras.saving.serialize_keras_object(model)
-        json.dumps(config)
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-    return config
+        values = ModelValues.read(archive)
+        return dict(zip((name for name, *_ in values.variables), values.arrays, strict=False))
 
 
 def _by_name(model: keras.Model) -> dict[str, keras.Variable]:

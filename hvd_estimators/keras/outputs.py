@@ -34,8 +34,6 @@ class Outputs:
     names : tuple of (str or None)
         Name of each output, in flat order: its dict key, its named-tuple field, or the name of its
         layer; None if it has no name.
-    layers : tuple of (str or None)
-        Name of each output's layer; None if it is unknown.
     labels : tuple of (str or None)
         Label of each output, in flat order; None for an auxiliary output, which has no label.
     selected : tuple of int
@@ -45,7 +43,6 @@ class Outputs:
 
     structure: Any
     names: tuple[str | None, ...]
-    layers: tuple[str | None, ...]
     labels: tuple[str | None, ...]
     selected: tuple[int, ...] = ()
 
@@ -61,8 +58,7 @@ class Outputs:
         A single output pairs with a single label, regardless of the names. Otherwise the structure
         decides:
 
-        - Outputs in a dict pair with the labels that are their keys. In a functional model the
-          names of the output layers are tried next.
+        - Outputs in a dict pair with the labels that are their keys.
         - Outputs in a named tuple pair by field, and outputs in a functional model's list by layer,
           if every label has such a name. Otherwise these outputs pair by position.
 
@@ -84,12 +80,12 @@ class Outputs:
         """
         flat = keras.tree.flatten(outputs)
         structure = keras.tree.pack_sequence_as(outputs, list(range(len(flat))))
-        layers: tuple[str | None, ...] = (None,) * len(flat)
+        names: tuple[str | None, ...] = (None,) * len(flat)
         if symbolic(model, "output") is not None:
-            layers = tuple(getattr(model, "output_names", layers))
+            names = tuple(getattr(model, "output_names", names))
         keys = _keys(structure)
-        names = (_fields(structure) or layers) if keys is None else keys
-        described = Outputs(structure, names, layers, (None,) * len(flat), tuple(range(len(flat))))
+        names = (_fields(structure) or names) if keys is None else keys
+        described = Outputs(structure, names, (None,) * len(flat), tuple(range(len(flat))))
         if selection is not None:
             return described._with_selection(list(label_cols), selection)
         return described._with_labels(list(label_cols), has_keys=keys is not None)
@@ -110,9 +106,8 @@ class Outputs:
         """Return the flat position of an output, given its position or name."""
         if isinstance(given, int) and given < len(self.names):
             return given
-        for names in (self.names, self.layers):
-            if isinstance(given, str) and given in names:
-                return names.index(given)
+        if isinstance(given, str) and given in self.names:
+            return self.names.index(given)
         named = "" if None in self.names else f" ({_listed(self.names)})"
         raise ShapeError(
             f"outputs: found {given!r}, and the model has {len(self.names)} outputs{named}. Set "
@@ -129,9 +124,8 @@ class Outputs:
         if count == len(label_cols) == 1:
             return paired(label_cols)
         label_names = set(label_cols)
-        for names in (self.names, self.layers):
-            if label_names <= set(names):
-                return paired([name if name in label_names else None for name in names])
+        if label_names <= set(self.names):
+            return paired([name if name in label_names else None for name in self.names])
         if has_keys or _holds_dict(self.structure):
             raise ShapeError(
                 f"the model returns a dict of outputs {_listed(self.names)}, and the "
@@ -181,7 +175,7 @@ class Outputs:
         return [flat[position] for position in self.selected]
 
 
-def per_output(
+def by_output(
     param: str,
     given: Any,
     outputs: Outputs,
@@ -189,8 +183,8 @@ def per_output(
     *,
     missing: Any = None,
     list_is_value: bool = False,
-) -> Any:
-    """Return a param's value for each output, in the structure of the outputs.
+) -> list[Any]:
+    """Return a param's value for each output, in flat order.
 
     Parameters
     ----------
@@ -227,11 +221,11 @@ def per_output(
             values[outputs.position(label)] = value
     else:
         values = [missing if label is None else given for label in outputs.labels]
-    return outputs.pack(values)
+    return values
 
 
 def _position(param: str, key: Any, outputs: Outputs) -> int:
-    for names in (outputs.labels, outputs.names, outputs.layers):
+    for names in (outputs.labels, outputs.names):
         if key is not None and key in names:
             return names.index(key)
     named = "" if None in outputs.names else f", and the outputs are {_listed(outputs.names)}"

@@ -5,11 +5,9 @@ Runs on the driver.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import keras
 
@@ -23,12 +21,10 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.compile_args import CompileSettings, losses
 from hvd_estimators.keras.custom_objects import UnequalCopyError
-from hvd_estimators.keras.losses import kind_of_outputs, weights_by_samples, without_reduction
+from hvd_estimators.keras.losses import kind_of_outputs, without_reduction
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
 from hvd_estimators.keras.user_callbacks import selects_by_metric
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,20 +100,13 @@ class KerasSettings(Settings):
         given: keras.Model = self.model
         compiled = dict(given._compile_config.config) if given.compiled else {}
         compiled.pop("optimizer", None)
-        if compiled.get("jit_compile"):
-            logger.warning(
-                "jit_compile is turned off while the ranks train: XLA cannot compile operations "
-                "between ranks. Compile the model with jit_compile=False to leave this out."
-            )
         params = {
             name: self.get(name) for name in ("loss", "loss_weights") if self.get(name) is not None
         }
         if self.metrics:
             params["metrics"] = self.metrics
         if has_own_compile(given):
-            made_of = CompileSettings(None, compiled, {}, self.label_cols)
-            self.weights_by_samples(made_of)
-            return made_of
+            return self._checked(CompileSettings(None, compiled, {}, self.label_cols))
         try:
             optimizer = OptimizerPayload.of(self.optimizer_object(), self.custom_objects)
             made = optimizer.make()
@@ -128,7 +117,14 @@ class KerasSettings(Settings):
                 "and a MultiOptimizer an OptimizerMap, not a function. Set custom_objects to "
                 "classes and functions that the config names."
             ) from error
-        compiled, params = self._copied(compiled), self._copied(params)
+        try:
+            compiled, params = load(dump((compiled, params), self.custom_objects))
+        except Exception as error:
+            raise ParamError(
+                "loss, metrics: Keras cannot make equal copies for the ranks "
+                f"({type(error).__name__}: {error}). Give the class a get_config() with all "
+                "arguments of the constructor."
+            ) from error
         rate = self.learning_rate
         if rate is not None:
             try:
@@ -138,29 +134,10 @@ class KerasSettings(Settings):
                     f"learning_rate: {type(made).__name__} does not let it be set ({error}). Leave "
                     "learning_rate out, or give an optimizer with a number as its rate."
                 ) from error
-        made_of = CompileSettings(optimizer, compiled, params, self.label_cols, rate)
-        self.weights_by_samples(made_of)
-        return made_of
+        return self._checked(CompileSettings(optimizer, compiled, params, self.label_cols, rate))
 
-    def _copied(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of compile arguments, as the ranks get them."""
-        copies = {}
-        for name, value in arguments.items():
-            try:
-                copies[name] = load(dump(value, self.custom_objects))
-            except Exception as error:
-                raise ParamError(
-                    f"{name}: Keras cannot make equal copies for the ranks "
-                    f"({type(error).__name__}: {error}). Give its class a get_config() with all "
-                    "arguments of the constructor."
-                ) from error
-        return copies
-
-    def weights_by_samples(self, compiled: CompileSettings) -> bool:
-        """Return whether batches are weighted by their sample weights; also check the losses.
-
-        See `KerasTrainSpec`.
-        """
+    def _checked(self, compiled: CompileSettings) -> CompileSettings:
+        """Return compile arguments whose losses can be reduced over ranks."""
         unreduced = without_reduction(compiled.loss)
         if unreduced:
             raise ParamError(
@@ -174,6 +151,4 @@ class KerasSettings(Settings):
                 "backward_passes_per_step: expected 1 for a loss with reduction='sum', found "
                 f"{self.backward_passes_per_step}. Set reduction='sum_over_batch_size'."
             )
-        return weights_by_samples(compiled.loss) and bool(
-            self.sample_weight_col is not None or self.class_weight
-        )
+        return compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,11 +22,10 @@ if not on_tensorflow():
 class RandomStreams(HostStreams):
     """Independent random streams for each shard and epoch, for all generators.
 
-    The generators are the layers', the global ones of `keras.random` and ``tf.random``, and
-    Python's and NumPy's. The numbers of an epoch depend only on the run's seed, the shard and the
-    epoch. A resumed run therefore draws the same numbers as an uninterrupted run. The exception is
-    ``tf.random.uniform`` and similar functions, whose state TensorFlow does not allow to set. These
-    functions return other numbers in a resumed run.
+    The generators are the layers', the global one of `keras.random`, and Python's, NumPy's and
+    torch's. The numbers of an epoch depend only on the run's seed, the shard and the epoch. A
+    resumed run therefore draws the same numbers as an uninterrupted run. The exception is
+    ``tf.random``, whose functions and generators return other numbers in a resumed run.
 
     Parameters
     ----------
@@ -50,26 +49,18 @@ class RandomStreams(HostStreams):
         self._states = [(state, state.numpy().tolist()) for state in seed_states(model)]
         self._states.append((global_seed_generator().state, [0, 0]))
         own = seed_rank(seed, shard, first_epoch)
-        if rows:
-            own = _mixed(own, [rows])[0]
-        self._generators: list[Any] = []
-        if not on_tensorflow():
-            return
-        import tensorflow as tf
+        if on_tensorflow():
+            import tensorflow as tf
 
-        # The seed applies to functions that are traced later. Setting the seed in a later epoch
-        # would make these functions repeat their numbers.
-        tf.random.set_seed(own)
-        tf.random.set_global_generator(tf.random.Generator.from_seed(own))
-        self._generators = [*_tensorflow_generators(model), tf.random.get_global_generator()]
+            # The seed applies to functions that are traced later. Setting the seed in a later epoch
+            # would make these functions repeat their numbers.
+            tf.random.set_seed(_mixed(own, [rows])[0])
 
     def begin(self, shard: int, epoch: int) -> None:
         """Start a shard's streams for an epoch."""
         own = seed_rank(self._seed, shard, epoch)
         for state, given in self._states:
             state.assign(_mixed(own, given))
-        for number, generator in enumerate(self._generators):
-            generator.reset_from_seed(_mixed(own, [number])[0])
         if not on_tensorflow():
             torch.manual_seed(own)
 
@@ -78,7 +69,6 @@ class RandomStreams(HostStreams):
         return {
             **super().capture(),
             "keras": [state.numpy() for state, _ in self._states],
-            "tensorflow": [generator.state.numpy() for generator in self._generators],
             **({} if on_tensorflow() else {"torch": torch.get_rng_state().numpy()}),
         }
 
@@ -87,8 +77,6 @@ class RandomStreams(HostStreams):
         super().restore(state)
         for (variable, _), value in zip(self._states, state["keras"], strict=True):
             variable.assign(value)
-        for generator, value in zip(self._generators, state["tensorflow"], strict=True):
-            generator.state.assign(value)
         if not on_tensorflow():
             torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
 
@@ -116,15 +104,6 @@ def _mixed(own: int, given: list[int]) -> list[int]:
     (number,) = np.random.SeedSequence([own, *(abs(part) for part in given)]).generate_state(1)
     # Keras takes seeds modulo nearly 2**31.
     return [int(number) >> 1, 0]
-
-
-def _tensorflow_generators(model: keras.Model) -> Iterator[Any]:
-    import tensorflow as tf
-
-    for layer in all_layers(model):
-        for value in vars(layer).values():
-            if isinstance(value, tf.random.Generator):
-                yield value
 
 
 class VariableState:
@@ -180,8 +159,6 @@ class MicroBatches:
         This rank, and the number of ranks.
     streams : RandomStreams
         The rank's random streams.
-    steps_per_call : int
-        Number of steps between two callback calls.
 
     Attributes
     ----------
@@ -200,19 +177,17 @@ class MicroBatches:
         rank: int,
         size: int,
         streams: RandomStreams,
-        steps_per_call: int = 1,
     ) -> None:
         self.variables = VariableState(model)
         self.shards = ShardStates(num_shards, rank, size, (streams, self.variables))
         self.passes = self.shards.passes
-        self._steps_per_call = steps_per_call
 
     def begin(self, batch: int) -> int | None:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, micro_batch = divmod(batch, self.passes)
         if self.passes > 1:
             self.shards.enter(micro_batch)
-        return step if not micro_batch and not step % self._steps_per_call else None
+        return None if micro_batch else step
 
     def end(self, batch: int) -> int | None:
         """End a micro-batch; return the step, counted from 0, if the step has ended."""
@@ -223,7 +198,3 @@ class MicroBatches:
             return None
         self.shards.enter(0)
         return step
-
-    def notifies_after(self, step: int) -> bool:
-        """Return whether callbacks are notified at the end of a step."""
-        return not (step + 1) % self._steps_per_call

@@ -1,7 +1,7 @@
 # Generated from the declarations of params by tests/helpers/signature_stubs.py.
 # mypy: disable-error-code="override"
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import keras
@@ -39,7 +39,6 @@ class KerasModelKeywords(HorovodModelKeywords, total=False):
     model: keras.Model | None
     history: dict[str, list[Any]] | None
     custom_objects: dict[str, Any] | None
-    label_shapes: Iterable[Iterable[int]] | None
 
 class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[KerasModelKeywords]) -> None: ...
@@ -47,5 +46,4 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
     def getModel(self) -> keras.Model: ...
     def getHistory(self) -> dict[str, list[Any]]: ...
     def getCustomObjects(self) -> dict[str, Any]: ...
-    def getLabelShapes(self) -> list[list[int]] | None: ...
-    setCustomObjects = setLabelShapes = setter
+    setCustomObjects = setter

@@ -19,7 +19,6 @@ from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import (
     CPU,
-    all_layers,
     kept_random_state,
     on_tensorflow,
     snapshot,
@@ -95,31 +94,6 @@ class Field:
                 )
             return "string"
         return self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
-
-
-def id_limits(model: keras.Model, fields: Sequence[Field]) -> dict[str, int]:
-    """Return the number of ids of each column that an embedding of a built model looks up.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model.
-    fields : sequence of Field
-        The columns of its inputs, in flat order.
-    """
-    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
-    limits: dict[str, int] = {}
-    for layer in all_layers(model):
-        if not isinstance(layer, keras.layers.Embedding) or len(inputs) != len(fields):
-            continue
-        try:
-            source = layer.input
-        except (AttributeError, ValueError):  # no symbolic input, or several
-            continue
-        for field, tensor in zip(fields, inputs, strict=True):
-            if tensor is source:
-                limits[field.column] = min(limits.get(field.column, np.inf), layer.input_dim)
-    return limits
 
 
 ZEROS = Field("")
@@ -275,7 +249,7 @@ def input_structure(
     model : keras.Model
         The model. Functional and sequential models define their inputs; other models define them
         when they are built. An unbuilt model of another kind gets one tensor or a tuple of several,
-        or a dict if a functional model in it takes one. See `other_structure`.
+        or a dict if a functional model in it takes one.
     feature_cols : sequence of str
         One column per input.
     keys : sequence of str, optional
@@ -310,13 +284,6 @@ def input_structure(
     columns = names if set(names) == set(feature_cols) else feature_cols
     flat = [_input_field(n, t) for n, t in zip(columns, inputs, strict=True)]
     return keras.tree.pack_sequence_as(structure, flat)
-
-
-def other_structure(model: keras.Model, inputs: Any, feature_cols: Sequence[str]) -> Any:
-    """Return the other input structure that a subclassed model may take; None if there is none."""
-    if symbolic(model, "input") is not None or isinstance(model, keras.Sequential):
-        return None
-    return _positional(feature_cols) if isinstance(inputs, dict) else _named(feature_cols)
 
 
 def input_keys(model: keras.Model, inputs: Any) -> list[str] | None:

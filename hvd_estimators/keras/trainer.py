@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import warnings
@@ -30,7 +29,6 @@ from hvd_estimators.keras.checkpoint import (
 from hvd_estimators.keras.collated import CollatedColumns
 from hvd_estimators.keras.collectives import (
     GradientAverager,
-    broadcast_variables,
     choose_devices,
     current,
     exchange,
@@ -38,21 +36,13 @@ from hvd_estimators.keras.collectives import (
     sum_number,
     sum_tensors,
 )
-from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
+from hvd_estimators.keras.dataset import ColumnDatasets, reading_first
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.gradients import distribute
-from hvd_estimators.keras.loop import (
-    EpochEnd,
-    ProgressReports,
-    RankCallbacks,
-    StatisticsCallback,
-    StepEnd,
-    StreamsCallback,
-)
+from hvd_estimators.keras.loop import RankCallbacks, StepEnd
 from hvd_estimators.keras.model_file import save_values
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
-from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
 from hvd_estimators.loading.readers import DataModule, PlannedDataModule
@@ -78,8 +68,6 @@ class KerasTrainSpec(TrainSpec):
         The compiled model.
     tensors : TensorSpec
         Conversion of columns to tensors.
-    weight_by_samples : bool
-        Whether a batch is weighted by the sum of its sample weights instead of by its rows.
     checkpoint_callback : keras.callbacks.ModelCheckpoint or None
         Decides which model is returned; None for the last model.
     floatx : str
@@ -96,7 +84,6 @@ class KerasTrainSpec(TrainSpec):
 
     model: ModelPayload
     tensors: TensorSpec
-    weight_by_samples: bool
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
     floatx: str
     dtype_policy: Any
@@ -142,9 +129,6 @@ class _Trainer:
         self.restored = restore_run(spec, self.model, self.rank, self.best_model)
         self.spec = spec = without_further_epochs(spec, self.restored)
         optimizers = model_optimizers(self.model)
-        broadcast_variables(
-            [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
-        )
         # Completed epochs, and a shard's completed batches of the next epoch.
         self.done, self.batches = 0, 0
         if self.restored is not None:
@@ -189,31 +173,25 @@ class _Trainer:
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
             states = CallbackStates(
                 stateful,
-                {} if state is None else state.parts,
-                self.rank,
-                self.size,
+                () if state is None else state.parts["callbacks"],
                 None if state is None else ScalarState(self.model),
             )
-            step_end = StepEnd(spec, self._save_within, control)
-            history = () if state is None else state.history
-            end = self.end = EpochEnd(
-                stateful, history, states, progress, self._save_epoch, step_end
-            )
-            end.stopped = stopped_before(spec, state)
+            self.history = [] if state is None else list(state.history)
+            self.stopped = stopped_before(spec, state)
             if done < spec.epochs:
-                self._fit(data, states, step_end, progress)
+                self._fit(data, states, StepEnd(spec, control), progress)
             else:
-                self._end_again(end)
+                self._end_again(states)
         digests = _digests(self.model)
         return TrainResult(
             combined_digest(digests),
             self._final_state(),
-            tuple(end.history),
-            stopped=end.stopped,
+            tuple(self.history),
+            stopped=self.stopped,
             weight_digests=digests,
         )
 
-    def _end_again(self, end: EpochEnd) -> None:
+    def _end_again(self, states: CallbackStates) -> None:
         """Repeat the callbacks' work at the end of training, such as restoring the best weights.
 
         The checkpoint of the newest epoch was written before this work.
@@ -223,9 +201,10 @@ class _Trainer:
         ending = [callback for callback in chosen if not writes_files(callback)]
         steps = spec.data.train_steps_per_epoch
         callbacks = keras.callbacks.CallbackList(
-            [*ending, end], model=self.model, epochs=spec.epochs, steps=steps, verbose=0
+            ending, model=self.model, epochs=spec.epochs, steps=steps, verbose=0
         )
         callbacks.on_train_begin()
+        states.restore()
         if self.model.optimizer is not None:
             # As fit() does: an optimizer may replace the weights with averages at the end.
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
@@ -245,23 +224,15 @@ class _Trainer:
             spec.collated,
         )
         steps, passes = spec.data.train_steps_per_epoch, spec.data.passes_per_batch
-        if steps % model.steps_per_execution:
-            # A call with several batches would continue into the next epoch.
-            model.steps_per_execution = 1
-        steps_per_call = model.steps_per_execution
-        if passes > 1 or self.batches % steps_per_call or spec.terminate_on_nan:
-            # Run one batch per call for several shards per rank, for the NaN check, which must name
-            # the step, and if the first steps do not fill a call.
-            model.steps_per_execution = 1
+        # A call runs one batch: several would hide the steps between them, and the end of an epoch.
+        model.steps_per_execution = 1
         rows = 0 if self.restored is None else self.restored.rows
         # The numbers of an epoch depend on the states with which the run began.
         for seed, value in self.seeds:
             seed.assign(value)
         streams = RandomStreams(model, spec.data.random_seed, self.rank, done, rows)
-        micro_batches = MicroBatches(
-            model, spec.data.num_shards, self.rank, self.size, streams, steps_per_call
-        )
-        self.saver = RunSaver(
+        micro_batches = MicroBatches(model, spec.data.num_shards, self.rank, self.size, streams)
+        saver = RunSaver(
             spec,
             model,
             self.rank,
@@ -288,25 +259,27 @@ class _Trainer:
                 self.restored,
                 micro_batches,
                 self.batches * passes,
-                self.rank,
-                self.size,
                 streams.restore,
             )
             resumed.build(datasets.element)
         elif self.denominators.may_be_empty:
             build_metrics(model, datasets.element)
-        statistics = self.statistics = StatisticsCallback(
-            micro_batches.shards, spec.buffer_reduction
-        )
-        chosen: list[Any] = [
-            StreamsCallback(streams, micro_batches.shards),
-            statistics,
-            MetricAverageCallback(),
-        ]
+        chosen: list[Any] = [MetricAverageCallback()]
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
-        if self.rank == 0:
-            chosen += [spec.checkpoint_callback] if self.best_model is not None else []
-            chosen += [ProgressReports(progress, self.batches)]
+        if self.best_model is not None:
+            chosen.append(spec.checkpoint_callback)
+        callbacks = RankCallbacks(
+            chosen,
+            model,
+            spec.epochs,
+            steps,
+            spec.buffer_reduction,
+            saver,
+            self.history,
+            progress,
+            step_end,
+            resumed,
+        )
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         # Not a model's own fit(): keras-hub's prepares data, and takes no reader of torch.
@@ -319,54 +292,26 @@ class _Trainer:
             validation_data=validation if has_validation else None,
             # The data module shuffles.
             shuffle=False,
-            callbacks=RankCallbacks(
-                chosen,
-                self.end,
-                model,
-                spec.epochs,
-                steps,
-                micro_batches,
-                statistics,
-                step_end,
-                resumed,
-            ),
+            callbacks=callbacks,
             verbose=0,
         )
-
-    def _save_epoch(self) -> None:
-        """Save the run after its newest epoch. Called by all ranks."""
-        self.saver.save_epoch(self.end.history, self.end.stopped)
-
-    def _save_within(self, batches: int) -> None:
-        """Save the run within an epoch, after the given number of batches. Called by all ranks."""
-        digests, bases = self.statistics.digests, self.statistics.bases
-        self.saver.save_within(self.end.history, batches, digests, bases, self.end.stop)
+        self.stopped = callbacks.stopped
 
     def _weight_batches(self) -> None:
         """Set the batch's weight in averagers and losses from within each step."""
         data = self.spec.data
-        synchronized = SynchronizedMoments(self.model, self.averagers[0])
         self.denominators = denominators = LossDenominators(
             self.model,
             self.averagers,
             self.spec.backward_passes_per_step * data.passes_per_batch,
             data.batch_size,
-            self.spec.weight_by_samples,
             sum_tensors,
             data.num_shards % data.num_ranks > 0 or 0 in data.train_batch_sizes(),
         )
 
-        def explained(step: str, batch: Any) -> contextlib.AbstractContextManager[None]:
-            if not has_own_step(self.model):
-                return contextlib.nullcontext()
-            return naming_data(f"{type(self.model).__name__}.{step}", batch)
-
         def weighted(step: Callable[[Any], Any], is_training: bool) -> Callable[[Any], Any]:
             def counted(batch: Any) -> Any:
-                moments = synchronized.in_step() if is_training else contextlib.nullcontext()
-                name = "train_step" if is_training else "test_step"
-                # A layer with synchronized moments needs the averager's weight.
-                with denominators.in_step(batch, is_training), moments, explained(name, batch):
+                with denominators.in_step(batch, is_training):
                     return step(batch)
 
             return counted

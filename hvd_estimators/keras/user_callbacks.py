@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pickle
-import types
 from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.keras.backend import model_optimizers
+from hvd_estimators.keras.backend import is_keras, model_optimizers
 from hvd_estimators.training.run_state import is_encodable
 
 _WRITING = (
@@ -23,14 +19,11 @@ _WRITING = (
     keras.callbacks.TensorBoard,
 )
 
-_OWN_BYTES = 2**16
-"""Larger values of a callback (such as best weights) are assumed to be equal on all ranks."""
-
 _SET_BY_KERAS = tuple(vars(keras.callbacks.Callback()))
 """Attributes of every callback, such as the model."""
 
-_OF_FILES = ("append_header",)
-"""Attributes that a callback derives from its file when training begins."""
+_SET_IN_TRAINING = ("append_header", "min_delta")
+"""Attributes that Keras's callbacks set from the others in each part of a run."""
 
 
 def for_rank(
@@ -90,7 +83,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         If a callback is not a Keras callback, or backs up and restores models by itself.
     """
     for callback in callbacks:
-        reject_callback_list("callbacks", callback)
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -98,15 +90,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "callbacks: BackupAndRestore would restore one rank only. Remove it: the store "
                 "has a checkpoint of every epoch, and a fit with the same run_id resumes from it."
             )
-
-
-def reject_callback_list(param: str, value: Any) -> None:
-    """Raise a `ParamError` for a CallbackList, whose callbacks may run on different ranks."""
-    if isinstance(value, keras.callbacks.CallbackList):
-        raise ParamError(
-            f"{param}: a CallbackList holds callbacks that run on different ranks. Give them as a "
-            "plain list."
-        )
 
 
 def selects_by_metric(callback: Any) -> bool:
@@ -167,18 +150,14 @@ class ScalarState:
 
 
 class CallbackStates:
-    """States of a run's callbacks: rank 0's in full, and the differences on other ranks.
-
-    The states can differ because a callback sees only its rank's batches.
+    """States of a run's callbacks on rank 0, from which all ranks resume.
 
     Parameters
     ----------
     callbacks : sequence of keras.callbacks.Callback
         The user's callbacks, the same on all ranks.
-    restored : mapping
-        The checkpointed return value of `parts`; empty for a new run.
-    rank, size : int
-        This rank, and the number of ranks.
+    restored : sequence of mapping
+        The checkpointed return value of `capture`; empty for a new run.
     scalars : ScalarState, optional
         Scalars to restore in a resumed run, because callbacks set them when training begins.
     """
@@ -186,48 +165,16 @@ class CallbackStates:
     def __init__(
         self,
         callbacks: Sequence[Any],
-        restored: Mapping[str, Any],
-        rank: int,
-        size: int,
+        restored: Sequence[Mapping[str, Any]] = (),
         scalars: ScalarState | None = None,
     ) -> None:
         self._callbacks = callbacks
         self._scalars = scalars
-        self._restored = list(restored.get("callbacks", ()))
-        of_ranks = restored.get("callbacks_of_ranks", ())
-        if len(of_ranks) == size:
-            self._restored = [
-                {**state, "values": {**state["values"], **own}}
-                for state, own in zip(self._restored, of_ranks[rank], strict=True)
-            ]
+        self._restored = restored
 
-    def own(self) -> list[dict[str, Any]]:
-        """Return the state that rank 0 needs from this rank, by callback."""
-        return [
-            {
-                name: value
-                for name, value in callback_state(callback)["values"].items()
-                if _num_bytes(value) <= _OWN_BYTES
-            }
-            for callback in self._callbacks
-        ]
-
-    def parts(self, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the states as a checkpoint stores them; ``of_ranks`` holds each rank's `own`."""
-        first = of_ranks[0]
-        different = [
-            [
-                {
-                    name: value
-                    for name, value in values.items()
-                    if name not in of_first or pickle.dumps(value) != pickle.dumps(of_first[name])
-                }
-                for values, of_first in zip(of_rank, first, strict=True)
-            ]
-            for of_rank in of_ranks
-        ]
-        states = list(map(callback_state, self._callbacks))
-        return {"callbacks": states, "callbacks_of_ranks": different}
+    def capture(self) -> list[dict[str, Any]]:
+        """Return the states as a checkpoint stores them."""
+        return list(map(callback_state, self._callbacks))
 
     def restore(self) -> None:
         """Restore the callbacks of a resumed run."""
@@ -237,46 +184,22 @@ class CallbackStates:
             self._scalars.restore()
 
 
-def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
-    """Return a callback's attributes that are plain values: counters, best values, best weights.
-
-    Functions of Keras that compare values are stored by name.
-    """
+def callback_state(callback: Any) -> dict[str, Any]:
+    """Return a callback's attributes that are plain values: counters, best values, best weights."""
     left_out = _SET_BY_KERAS
-    if isinstance(callback, keras.callbacks.CSVLogger):
-        left_out = (*left_out, *_OF_FILES)
-    attributes = {name: v for name, v in vars(callback).items() if name not in left_out}
-    plain_values = {name: _plain(value) for name, value in attributes.items()}
-    functions = {
-        name: path
-        for name, value in attributes.items()
-        if isinstance(value, types.FunctionType)
-        and _function(path := f"{value.__module__}:{value.__qualname__}") is value
-    }
-    values = {name: value for name, value in plain_values.items() if is_encodable(value)}
-    return {"values": values, "functions": functions}
+    if is_keras(type(callback).on_epoch_end):
+        left_out = (*left_out, *_SET_IN_TRAINING)
+    values = {name: _plain(v) for name, v in vars(callback).items() if name not in left_out}
+    return {name: value for name, value in values.items() if is_encodable(value)}
 
 
-def restore_callback(callback: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_callback(callback: Any, state: Mapping[str, Any]) -> None:
     """Restore a callback from `callback_state`, except strings: paths of another machine."""
     attributes = vars(callback)
-    for name, value in state["values"].items():
+    for name, value in state.items():
         if not isinstance(value, str):
             # A separate container, because a state can be restored more than once.
             attributes[name] = _like(attributes.get(name), _plain(value))
-    for name, function in state["functions"].items():
-        attributes[name] = _function(function)
-
-
-def _num_bytes(value: Any) -> int:
-    """Return the approximate size of a plain value in bytes."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_num_bytes, value))
-    return len(value) if isinstance(value, (str, bytes)) else 8
 
 
 def _plain(value: Any) -> Any:
@@ -305,11 +228,3 @@ def _like(given: Any, value: Any) -> Any:
     if isinstance(given, tuple) and isinstance(value, tuple):
         return type(given)(*value)
     return value
-
-
-def _function(name: str) -> Any:
-    """Return a Keras function by its name; None if Keras has no such function."""
-    module, _, path = name.partition(":")
-    if not module.startswith("keras."):
-        return None
-    return getattr(importlib.import_module(module), path, None)

@@ -618,9 +618,7 @@ def load_trained(
     return module, {**content, "others": []}
 
 
-def read_content(
-    file: IO[bytes], safe: bool, custom_objects: Any, folder: tuple[Store, str]
-) -> dict[str, Any]:
+def read_content(file: IO[bytes], safe: bool, folder: tuple[Store, str]) -> dict[str, Any]:
     """Read a ``torch.save`` file, on the CPU.
 
     Parameters
@@ -629,8 +627,6 @@ def read_content(
         The checkpoint.
     safe : bool
         Run no code from the file.
-    custom_objects : object
-        Not used.
     folder : tuple of (Store, str)
         Folder of the files that the ranks wrote, if each holds a part of the model.
 

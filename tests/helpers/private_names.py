@@ -99,16 +99,6 @@ TABLE = (
         "_trainable",
         "A copy gets it without effect on the layers below; the public setter sets theirs, too.",
     ),
-    Private(
-        "keras.layers.BatchNormalization",
-        "_moments",
-        "It gives statistics over all ranks (synchronized=True).",
-    ),
-    Private(
-        "keras.metrics.MeanMetricWrapper",
-        "_fn",
-        "It is the user's function, which may return one number per batch.",
-    ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
         "keras.src.saving.serialization_lib",

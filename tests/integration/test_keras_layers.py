@@ -13,44 +13,18 @@ import tensorflow as tf
 from keras_reference import assert_same_weights, pooled_estimator, train_alone
 from reference import global_batches, write_rows
 
+from hvd_estimators.exceptions import ParamError
+
 pytestmark = pytest.mark.integration
 
 
-def synchronized_net() -> keras.Model:
-    keras.utils.set_random_seed(7)
-    inputs = keras.Input((4,))
-    hidden = keras.layers.Dense(6)(inputs)
-    shared = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
-    # The same layer twice, in parallel as far as TensorFlow knows.
-    hidden = keras.layers.Add()([shared(hidden), shared(keras.layers.ReLU()(hidden))])
-    hidden = keras.layers.Reshape((3, 2))(hidden)
-    hidden = keras.layers.BatchNormalization(synchronized=True, axis=1)(hidden)
-    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
-
-
-def test_synchronized_batch_normalization_matches_one_process(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-    estimator = pooled_estimator(
-        store,
-        2,
-        model=synchronized_net(),
-        optimizer=keras.optimizers.SGD(0.05, momentum=0.5),
-        batch_size=16,
-        epochs=2,
-    )
-    model = estimator.fit_on_parquet().getModel()
-    # The ranks' batches have different numbers of rows.
-    batches = global_batches(65, 2, 16)
-    assert len(set(map(len, batches))) > 1
-    expected = train_alone(
-        columns,
-        batches,
-        keras.optimizers.SGD(0.05, momentum=0.5),
-        2,
-        net=synchronized_net(),
-    )
-    assert_same_weights(model, expected)
-    assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+def test_synchronized_batch_normalization_is_an_error(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 8)
+    layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+    inner = keras.Sequential([keras.Input((4,)), *layers])
+    model = keras.Sequential([keras.Input((4,)), inner])
+    with pytest.raises(ParamError, match=r"model: .*Leave synchronized out.*GroupNormalization"):
+        pooled_estimator(store, 2, model=model).fit_on_parquet()
 
 
 def embedding_net() -> keras.Model:

@@ -166,7 +166,7 @@ class Trained:
         optimizer = keras.optimizers.SGD(0.5)
         distribute(optimizer, averager, passes)
         self.model.compile(optimizer, loss, run_eagerly=True)
-        self.denominators = LossDenominators(self.model, [averager], passes, 4, False, sum_tensors)
+        self.denominators = LossDenominators(self.model, [averager], passes, 4, sum_tensors)
         self.steps = self.model.train_step, self.model.test_step
 
     def run(self, batches: Sequence[Any], is_training: bool) -> float:
@@ -214,7 +214,7 @@ def run_all(variants: Sequence[Case]) -> list[str]:
 
     hvd.init()
     found = [differing(case) for case in variants]
-    return [*filter(None, [*found, *of_outputs(hvd), *of_passes(hvd), *stated(hvd)])]
+    return [*filter(None, [*found, *of_outputs(hvd), *of_passes(hvd), *twice(hvd), *stated(hvd)])]
 
 
 def same(trained: Any, alone: Any, what: str) -> str | None:
@@ -256,6 +256,18 @@ def of_passes(hvd: Any) -> list[str | None]:
     except ParamError as error:
         wrong += [] if "backward_passes_per_step=1" in str(error) else [str(error)]
     return wrong
+
+
+def twice(hvd: Any) -> list[str | None]:
+    """Apply an optimizer twice per batch, with two micro-batches per step."""
+    trained = Trained(PositiveLoss(), False, passes=2)
+    step = trained.steps[0]
+    trained.steps = (lambda batch: [step(batch), step(batch)], trained.steps[1])
+    try:
+        trained.run([batch_of("signs", False, slice(0, 2))], True)
+    except ParamError as error:
+        return [None if "applies optimizers 2 times per batch" in str(error) else str(error)]
+    return ["two applications with several passes were accepted"]
 
 
 def stated(hvd: Any) -> list[str | None]:

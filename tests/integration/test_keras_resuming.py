@@ -25,7 +25,6 @@ class Draws(keras.layers.Layer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.own = keras.random.SeedGenerator(5)
-        self.tensorflow = tf.random.Generator.from_seed(5)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if not training:
@@ -33,7 +32,7 @@ class Draws(keras.layers.Layer):
         count = 1 + tf.reduce_sum(tf.cast(x[:, 0] > 0, tf.int32))
         from_numpy = tf.py_function(lambda n: np.random.rand(int(n)).sum(), [count], tf.float32)
         ours = tf.reduce_sum(keras.random.normal((count,), seed=self.own))
-        others = tf.reduce_sum(self.tensorflow.normal((count,)))
+        others = tf.reduce_sum(keras.random.normal((count,)))
         return x + 0.01 * (tf.reshape(from_numpy, ()) + ours + others)
 
 

@@ -120,6 +120,6 @@ def test_ranks_train_resume_and_save_as_one_process(store: Any, kind: str) -> No
     document, load = fitted._make_predictor()
     (found,) = load(document)([rows])
     np.testing.assert_allclose(found, alone.predict(rows, verbose=0), rtol=1e-3, atol=1e-4)
-    checkpoint = load_checkpoint(store, run_id=kind, safe=False).content
-    for a, b in zip(checkpoint.variables, trained.variables, strict=True):
-        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=b.path)
+    checkpoint = load_checkpoint(store, run_id=kind).content
+    for value, variable in zip(checkpoint.values(), trained.variables, strict=True):
+        np.testing.assert_array_equal(value, variable.numpy(), err_msg=variable.path)

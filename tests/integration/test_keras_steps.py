@@ -132,20 +132,6 @@ class OwnLogs(keras.Model):
         return [*super().metrics, *self.measures.values()]
 
 
-class OfInputsAlone(keras.Model):
-    """keras.io's autoencoders: fit() receives only the inputs."""
-
-    def test_step(self, data: Any) -> Any:
-        return {"loss": keras.ops.mean(self(data))}
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean(keras.ops.square(self(data, training=True)))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
 def make(cls: type[keras.Model]) -> keras.Model:
     """Return a network with two named inputs, one of them for a kernel on three dimensions."""
     keras.utils.set_random_seed(3)
@@ -269,19 +255,6 @@ def test_logs_of_a_step_are_merged_over_the_ranks(backend: Any, store: Any) -> N
     assert history["loss"] == [pytest.approx(np.mean(losses), rel=1e-5)] * 2
     assert "val_loss" not in history
     assert len(history["val_distance"]) == 2
-
-
-def test_the_error_of_a_step_for_inputs_alone_describes_the_data(backend: Any, store: Any) -> None:
-    write(store.get_train_data_path(), 16, seed=0)
-    write(store.get_val_data_path(), 4, seed=1)
-    model = make(OfInputsAlone)
-    model.compile(keras.optimizers.SGD(RATE))
-    with pytest.raises(
-        AssertionError,
-        match=r"OfInputsAlone\.train_step\(data\) is given data = \(x, y\); its inputs alone are "
-        r"data\[0\]",
-    ):
-        fit(backend, store, model, epochs=1)
 
 
 def mean_error(y_true: Any, y_pred: Any) -> Any:

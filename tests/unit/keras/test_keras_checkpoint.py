@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.checkpoint import (
-    _restore_metrics,
-    build_metrics,
-    metric_states,
-)
-from hvd_estimators.keras.loop import (
-    NotFinite,
-)
+from hvd_estimators.keras.checkpoint import _restore_metrics, build_metrics
+from hvd_estimators.keras.loop import NotFinite
+from hvd_estimators.keras.metrics import capture_metrics
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState
 from hvd_estimators.training.run_state import decode, encode
 
@@ -41,38 +36,30 @@ def test_metrics_resume_on_fewer_or_more_ranks() -> None:
     model = made()
     build_metrics(model, SPEC, 99)
     rng = np.random.default_rng(0)
-    of_ranks = [[rng.random(v.shape) for v in model.metrics_variables] for _ in range(4)]
+    of_ranks = [([rng.random(v.shape) for v in model.metrics_variables], []) for _ in range(4)]
     for size in (1, 2, 3, 4, 6):
         total = [np.zeros(v.shape) for v in model.metrics_variables]
         for rank in range(size):
             model.reset_metrics()
             _restore_metrics(model, of_ranks, rank, size)
-            total = [a + b for a, b in zip(total, metric_states(model), strict=True)]
-        for found, expected in zip(total, map(sum, zip(*of_ranks, strict=True)), strict=True):
+            total = [a + b for a, b in zip(total, capture_metrics(model)[0], strict=True)]
+        summed = map(sum, zip(*(states for states, _ in of_ranks), strict=True))
+        for found, expected in zip(total, summed, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_callback_state_is_restored_per_rank() -> None:
-    ranks = [Own([1.0, 2.0], 0.5), Own([3.0], 0.5)]
-    states = [CallbackStates([callback], {}, rank, 2) for rank, callback in enumerate(ranks)]
-    # Large arrays come from rank 0.
-    ranks[1].weights[:] = 7.0
+def test_callbacks_resume_from_the_state_of_rank_0() -> None:
+    given = Own([1.0, 2.0], 0.5)
     arrays: list[Any] = []
-    document = encode(states[0].parts([state.own() for state in states]), arrays)
-    parts = decode(document, arrays)
-    assert parts["callbacks_of_ranks"] == [[{}], [{"seen": [3.0]}]]
-    for rank, seen in enumerate(([1.0, 2.0], [3.0])):
-        anew = Own([], 0.0)
-        restored = CallbackStates([anew], parts, rank, 2)
-        restored.restore()
-        assert (anew.seen, anew.best, anew.weights[0]) == (seen, 0.5, 0.5)
-        # Later changes do not affect a second restore.
-        anew.seen.append(9.0)
-        restored.restore()
-        assert anew.seen == seen
-    alone = Own([], 0.0)
-    CallbackStates([alone], parts, 0, 1).restore()
-    assert alone.seen == [1.0, 2.0]
+    document = encode(CallbackStates([given]).capture(), arrays)
+    anew = Own([], 0.0)
+    restored = CallbackStates([anew], decode(document, arrays))
+    restored.restore()
+    assert (anew.seen, anew.best, anew.weights[0]) == ([1.0, 2.0], 0.5, 0.5)
+    # Later changes do not affect a second restore.
+    anew.seen.append(9.0)
+    restored.restore()
+    assert anew.seen == [1.0, 2.0]
 
 
 def test_scalars_set_by_callbacks_are_restored() -> None:

@@ -12,7 +12,6 @@ import cloudpickle
 import keras
 import numpy as np
 
-from hvd_estimators.checkpoints import load_checkpoint
 from hvd_estimators.keras.model_file import load_values, save_values
 from hvd_estimators.keras.serialization import (
     ModelPayload,
@@ -94,9 +93,9 @@ def test_checkpoints_hold_each_variable_once(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save_values(model, str(path))
     assert 3 * WEIGHTS < path.stat().st_size < 3 * WEIGHTS + OVERHEAD
-    loaded = load_checkpoint(str(path)).content
+    loaded = make_model(trained=False)
+    load_values(loaded, str(path))
     assert_same(loaded, variables(model))
-    assert type(loaded.optimizer) is keras.optimizers.Adam
 
 
 def test_saving_does_not_change_the_model_and_the_driver_reuses_it() -> None:

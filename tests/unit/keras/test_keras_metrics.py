@@ -97,21 +97,6 @@ def test_states_that_can_be_added_or_merged_are_accepted() -> None:
     check([Largest()], rows=1)
 
 
-def of_each_row(y_true: Any, y_pred: Any) -> Any:
-    return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
-
-
-def test_one_number_per_batch_that_is_no_mean_over_rows_is_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    check([of_each_row, "mae", keras.metrics.RootMeanSquaredError(), keras.metrics.AUC()])
-    check([lambda y_true, y_pred: keras.ops.mean(y_pred)], rows=4)
-    assert not caplog.records
-    check([of_the_batch])
-    (warning,) = caplog.messages
-    assert warning.startswith("metrics: 'of_the_batch' of a batch is ")
-
-
 def test_metrics_that_fail_on_the_driver_are_left_to_the_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

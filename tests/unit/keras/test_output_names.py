@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras.outputs import Outputs, per_output
+from hvd_estimators.keras.outputs import Outputs, by_output
 
 
 def functional(names: list[str], keys: list[str] | None = None) -> keras.Model:
@@ -32,7 +32,6 @@ def widths(model: keras.Model, labels: list[str]) -> list[int]:
         (["dense_b", "dense_a"], None, ["a", "b"], [1, 2]),
         (["a", "other"], None, ["a", "y"], [1, 2]),
         (["p", "q"], ["zeta", "alpha"], ["zeta", "alpha"], [1, 2]),
-        (["zeta", "alpha"], ["k", "l"], ["alpha", "zeta"], [2, 1]),
         (["p"], ["out"], ["y"], [1]),
     ],
 )
@@ -51,6 +50,7 @@ def test_labels_match_outputs_by_name_or_else_by_position(
             ["a", "b"],
             "dict of outputs 'k', 'l'.*label columns are 'a', 'b'",
         ),
+        (["a", "b"], ["k", "l"], ["a", "b"], "dict of outputs 'k', 'l'.*rename the columns"),
         (["y", "a"], None, ["a", "z"], "named 'y', 'a'.*columns are 'a', 'z'.*different ways"),
         (["p", "q"], None, ["a"], r"2 outputs \('p', 'q'\), and there are 1 label.*\[0\].*a dict"),
         (["p"], None, ["a", "b"], "1 outputs.*2 label columns: a, b"),
@@ -111,17 +111,17 @@ def test_named_tuple_outputs_match_by_field_or_position() -> None:
         found("a", "z")
 
 
-def test_params_name_labels_outputs_or_layers() -> None:
+def test_params_name_labels_or_outputs() -> None:
     labels = ["zeta", "alpha"]
     model = functional(["p", "q", "r"], ["zeta", "alpha", "aux"])
     outputs = Outputs.of(model, model.output, labels)
 
     def spread(given: Any, **options: Any) -> Any:
-        return per_output("loss", given, outputs, labels, **options)
+        return outputs.pack(by_output("loss", given, outputs, labels, **options))
 
     assert spread("mse") == {"zeta": "mse", "alpha": "mse", "aux": None}
     assert spread(["mse", "mae"]) == {"zeta": "mse", "alpha": "mae", "aux": None}
-    assert spread({"q": "mae", "aux": "mse"}) == {"zeta": None, "alpha": "mae", "aux": "mse"}
+    assert spread({"alpha": "mae", "aux": "mse"}) == {"zeta": None, "alpha": "mae", "aux": "mse"}
     assert spread({"alpha": 2.0}, missing=1.0) == {"zeta": 1.0, "alpha": 2.0, "aux": 1.0}
     with pytest.raises(ParamError, match=r"loss: no label.*'beta'.*'alpha', 'zeta'.*'aux'"):
         spread({"beta": "mse"})
