@@ -77,9 +77,9 @@ class PartialEpoch:
         # Captured before callbacks change any of the variables.
         self._variables = micro_batches.variables.capture()
 
-    def build(self, element: Any) -> None:
-        """Create the variables of the metrics; ``element`` is the batches' ``element_spec``."""
-        build_metrics(self._model, element, _count(self._state.parts["partial"]["metrics"][0]))
+    def build(self, batch: Any) -> None:
+        """Create the variables of the metrics, given a batch."""
+        build_metrics(self._model, batch, _count(self._state.parts["partial"]["metrics"][0]))
 
     def restore(self) -> tuple[list[bytes], Mapping[int, Any], bool]:
         """Restore the variables, random streams and metrics, after the epoch has started.
@@ -123,35 +123,24 @@ class PartialEpoch:
         model.train_function = skipping
 
 
-def build_metrics(model: keras.Model, element: Any, count: int | None = None) -> None:
+def build_metrics(model: keras.Model, batch: Any, count: int | None = None) -> None:
     """Create the variables of a model's metrics, which Keras otherwise does in the first step.
 
     Parameters
     ----------
     model : keras.Model
         The compiled model.
-    element : structure
-        Specs of the batches on TensorFlow; on torch, a batch.
+    batch : structure
+        A batch, with which the model takes a test step.
     count : int, optional
         The expected number of variables, with which nothing is left to do.
     """
     if len(model.metrics_variables) != count:
-        if not on_tensorflow():
-            # Without a loss, Keras's step cannot run, and creates no metrics.
-            with contextlib.suppress(ValueError):
-                traced(model.test_step)(element)
-        elif model.run_eagerly:
-            model.test_step(keras.tree.map_structure(_one_row, element))
-        else:
-            import tensorflow as tf
-
-            # Traces the step without running it.
-            tf.function(model.train_step).get_concrete_function(element)
+        step = model.test_step if on_tensorflow() else traced(model.test_step)
+        # Without a loss, Keras's step cannot run, and creates no metrics.
+        with contextlib.suppress(ValueError):
+            step(batch)
         model.reset_metrics()
-
-
-def _one_row(spec: Any) -> Any:
-    return keras.ops.zeros([size or 1 for size in spec.shape], spec.dtype)
 
 
 def _restore_metrics(

@@ -13,7 +13,6 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     model_optimizers,
 )
-from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.custom_objects import is_remembered
 from hvd_estimators.keras.losses import NO_LOSS, has_loss, may_add_loss
 from hvd_estimators.keras.settings import KerasSettings
@@ -58,9 +57,6 @@ def check_params(settings: KerasSettings) -> None:
             "use LayerNormalization or GroupNormalization, which need no other rows."
         )
     check_callbacks(settings.callbacks)
-    if model.built:
-        # A model that the dry run builds is checked after the dry run.
-        reductions_of(model, settings.buffer_reduction)
     checkpoint = settings.checkpoint_callback
     if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
         raise ParamError(

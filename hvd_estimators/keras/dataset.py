@@ -95,6 +95,6 @@ class ColumnDatasets:
         return chunk if self._collated is None else self._collated.columns(chunk)
 
     @property
-    def element(self) -> Any:
-        """The ``element`` of `build_metrics`."""
-        return _backend.element(self._first, self._rows, self._form)
+    def batch(self) -> Any:
+        """The first batch."""
+        return _backend.first(self._first, self._form)

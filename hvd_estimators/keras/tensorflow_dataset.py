@@ -55,9 +55,9 @@ def validation_dataset(
     return dataset if batches is None else _of_length(dataset, batches)
 
 
-def element(like: Batches, rows: int | None, form: Form | None) -> Any:
-    """Return the specs of the training batches."""
-    return column_dataset(lambda: iter(()), like, rows, 0, form).element_spec
+def first(like: Batches, form: Form | None) -> Any:
+    """Return the first batch of a chunk."""
+    return next(iter(column_dataset(lambda: iter([like]), like, form=form)))
 
 
 def reading_first(step: Step) -> Step:

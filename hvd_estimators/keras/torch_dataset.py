@@ -49,9 +49,9 @@ def validation_dataset(
     return _loader(_Repeated(lambda: itertools.islice(_batches(chunks(), form), steps)))
 
 
-def element(like: Batches, rows: int | None, form: Form | None) -> Any:
-    """Return a batch."""
-    return next(batch for batch in _batches(iter([like]), form))
+def first(like: Batches, form: Form | None) -> Any:
+    """Return the first batch of a chunk."""
+    return next(_batches(iter([like]), form))
 
 
 def reading_first(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -261,9 +261,9 @@ class _Trainer:
                 self.batches * passes,
                 streams.restore,
             )
-            resumed.build(datasets.element)
+            resumed.build(datasets.batch)
         elif self.denominators.may_be_empty:
-            build_metrics(model, datasets.element)
+            build_metrics(model, datasets.batch)
         chosen: list[Any] = [MetricAverageCallback()]
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.best_model is not None:

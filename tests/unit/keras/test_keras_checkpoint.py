@@ -15,7 +15,7 @@ from hvd_estimators.keras.metrics import capture_metrics
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState
 from hvd_estimators.training.run_state import decode, encode
 
-SPEC = (tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1)))
+BATCH = (tf.ones((2, 3)), tf.ones((2, 1)))
 
 
 class Own(keras.callbacks.Callback):
@@ -34,7 +34,7 @@ def made(**compiled: Any) -> keras.Model:
 
 def test_metrics_resume_on_fewer_or_more_ranks() -> None:
     model = made()
-    build_metrics(model, SPEC, 99)
+    build_metrics(model, BATCH, 99)
     rng = np.random.default_rng(0)
     of_ranks = [([rng.random(v.shape) for v in model.metrics_variables], []) for _ in range(4)]
     for size in (1, 2, 3, 4, 6):
