@@ -35,11 +35,14 @@ from hvd_estimators.lightning.package import (
 )
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec
+from hvd_estimators.store.checkpoints import TensorFile
+from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.collectives import check_same_weights, exchange
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.metrics import metric_states, restore_metrics
 from hvd_estimators.torch.serialization import group_names
+from hvd_estimators.torch.shard_files import write_parts
 from hvd_estimators.torch.shard_state import (
     BufferReducer,
     BufferState,
@@ -48,7 +51,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.sharding import gathered, sharded_weights
+from hvd_estimators.torch.sharding import sharded_weights, with_parts
 from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state
@@ -145,6 +148,11 @@ class RunCheckpoint(Callback):
         # Parts of a loaded checkpoint, until they are restored.
         self._loaded: dict[str, Any] = {}
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds a part of the parameters."""
+        return self.spec.sharding.mode != "none" and self.shards.size > 1
+
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:
         """Save and resume the run within epochs, for the duration of the block."""
@@ -201,6 +209,7 @@ class RunCheckpoint(Callback):
             # Lightning's handler would end this rank alone after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
+        self._module = pl_module
         self._trainable = TrainableState(pl_module)
         self._trainable.restore(self._loaded.pop(_REQUIRES_GRAD, {}))
         library_objects = _known_objects(trainer)
@@ -276,7 +285,7 @@ class RunCheckpoint(Callback):
         gradients = self._gradients
         if gradients is None:
             gradients = _averager(trainer).unused_gradients()
-        checkpoint[_GRADIENTS] = gathered(snapshot(gradients))
+        checkpoint[_GRADIENTS] = snapshot(gradients)
         return checkpoint
 
     def _write(
@@ -291,6 +300,9 @@ class RunCheckpoint(Callback):
         self.logs.sync()
         if self.spec.run.checkpoints_path is None:
             return
+        if self.is_sharded:
+            # Otherwise its thread could take the files that ranks write next for orphans.
+            self.writer.finish()
         buffers: ShardBuffers = checkpoint[_BUFFERS]
         state, of_ranks = gather_state(
             self.spec,
@@ -304,13 +316,19 @@ class RunCheckpoint(Callback):
         )
         partials, digests = zip(*of_ranks, strict=True)
         checkpoint[_BUFFERS] = buffers.unequal(digests)
+        files: tuple[TensorFile, ...] = ()
+        if self.is_sharded:
+            position = Position(state.epoch, state.rows)
+            checkpoint, files = write_parts(self.spec.store, self.spec.run, position, checkpoint)
         if self.shards.rank != 0:
             return
         is_copy = False
         if batches:
             checkpoint, is_copy = _snapshot(checkpoint)
             checkpoint[_PARTIAL] = list(partials)
-        self.writer.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
+        self.writer.save(
+            state, lambda file: torch.save(checkpoint, file), is_copy=is_copy, files=files
+        )
 
     def _start_steps(self, trainer: Trainer) -> None:
         """Resume within an epoch, once, after all hooks of the epoch's start."""
@@ -331,7 +349,8 @@ class RunCheckpoint(Callback):
 
     def _restore_stateful(self) -> None:
         assert self._stateful is not None
-        self._stateful.restore(self._loaded.pop(_STATEFUL, {}))
+        states, like = self._loaded.pop(_STATEFUL, {}), next(self._module.parameters(), None)
+        self._stateful.restore(with_parts(states, like) if self.is_sharded else states)
 
     def _end_step(self, trainer: Trainer) -> None:
         """Save the run if due, and stop if requested. Called by all ranks per batch."""
@@ -495,6 +514,7 @@ def _dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
         checkpoint.update(content)
 
     with (
+        patch_attribute(trainer.strategy, "keeps_parts", True),
         patch_attribute(trainer.strategy, "save_checkpoint", save),
         patch_attribute(trainer.strategy, "barrier", lambda *args, **kwargs: None),
         # The run's checkpoint has the statistics of each shard.

@@ -65,24 +65,9 @@ def check_training(settings: LightningSettings) -> None:
                 f"{name}: a LightningModule brings its own. Leave {name} out, or train a plain "
                 "torch.nn.Module with TorchEstimator."
             )
-    if settings.only_trainable and settings.init_weights is not None:
-        raise ParamError(
-            "only_trainable: found init_weights beside it, which LightningEstimator does not "
-            "combine. Leave init_weights out, and load the weights in the function of the model."
-        )
-    if settings.only_trainable and settings.learning_rate is not None:
-        raise ParamError(
-            "learning_rate: with only_trainable, the function of the model sets it. Leave "
-            "learning_rate out, and pass the rate in model_args."
-        )
     _ = settings.column_shapes
     if not settings.makes_layers_on_ranks:
         reductions_of(settings.model, settings.buffer_reduction)
-    elif settings.only_trainable:
-        raise ParamError(
-            "only_trainable: the module makes layers in configure_model(), so the function of the "
-            "model does not tell which are frozen. Make them in the function."
-        )
     check_callbacks("callbacks", settings.callbacks)
     if settings.sharding != "none":
         _check_sharding(settings)

@@ -18,6 +18,7 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_trained,
 )
+from hvd_estimators.torch.stored_weights import find_weights_in
 
 _MIXED_PRECISIONS: dict[Any, str] = {
     **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
@@ -120,6 +121,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     ) -> LightningModel:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
+        find_weights_in(module, run_results.spec.store)
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

@@ -36,6 +36,7 @@ from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_payload
+from hvd_estimators.torch.stored_weights import weights_place
 from hvd_estimators.torch.tensors import call_with_leading
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class LightningModel(LightningModelSignatures):
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self._input_columns().names)
         document = module_payload(self._plain_model())
+        weights_in = weights_place(self._plain_model())
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows() and self._collate() is not None:
             raise ParamError(
@@ -154,7 +156,7 @@ class LightningModel(LightningModelSignatures):
             function = self.get_prediction_fn()
 
             def load_by_rows(given: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
-                return RowPredictor(given, function, features, precision, resources)
+                return RowPredictor(given, function, features, precision, resources, weights_in)
 
             return document, load_by_rows
         by_step = self.getOrDefault("use_predict_step")
@@ -166,7 +168,7 @@ class LightningModel(LightningModelSignatures):
         spec = self._transform_spec()
 
         def load(given: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
-            return LightningPredictor(given, by_step, spec, precision, resources)
+            return LightningPredictor(given, by_step, spec, precision, resources, weights_in)
 
         return document, load
 

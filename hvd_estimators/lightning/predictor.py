@@ -16,6 +16,7 @@ from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
+from hvd_estimators.store import Store
 from hvd_estimators.torch.predictor import (
     TorchPredictor,
     autocast,
@@ -23,6 +24,7 @@ from hvd_estimators.torch.predictor import (
     transform_spec,
 )
 from hvd_estimators.torch.serialization import load_module
+from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import (
     Inputs,
     TensorSpec,
@@ -108,6 +110,8 @@ class LightningPredictor(TorchPredictor):
         The module's compute precision, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
+    weights_in : tuple of (Store, str), optional
+        See `TorchPredictor`.
     """
 
     def __init__(
@@ -117,8 +121,9 @@ class LightningPredictor(TorchPredictor):
         spec: TensorSpec,
         precision: str = "float32",
         resources: Resources = DEFAULT_RESOURCES,
+        weights_in: tuple[Store, str] | None = None,
     ) -> None:
-        super().__init__(document, spec, precision, resources)
+        super().__init__(document, spec, precision, resources, weights_in)
         self._by_step = by_step
 
     def input_dtype(self, name: str, stored: str) -> str:
@@ -172,6 +177,8 @@ class RowPredictor:
         The module's compute precision, see ``inference_precision``.
     resources : Resources
         Threads; functions create their tensors on the CPU.
+    weights_in : tuple of (Store, str), optional
+        See `TorchPredictor`.
     """
 
     def __init__(
@@ -181,9 +188,10 @@ class RowPredictor:
         features: list[str],
         precision: str = "float32",
         resources: Resources = DEFAULT_RESOURCES,
+        weights_in: tuple[Store, str] | None = None,
     ) -> None:
         limit_threads(resources.num_threads)
-        self._module = load_module(document, mapped=True).eval()
+        self._module = complete(load_module(document, mapped=True), weights_in).eval()
         self._function = function
         self._features = features
         self._precision = precision
@@ -226,5 +234,5 @@ def load_saved(saved: Saved, resources: Resources) -> tuple[LightningPredictor, 
     get = saved.get
     precision = get("inference_precision") or "float32"
     by_step = bool(get("use_predict_step"))
-    spec = transform_spec(get)
-    return LightningPredictor(saved.file("model"), by_step, spec, precision, resources), ()
+    given = saved.file("model"), by_step, transform_spec(get), precision, resources
+    return LightningPredictor(*given, weights_in=(saved.store, saved.params_folder)), ()

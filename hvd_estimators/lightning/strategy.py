@@ -42,7 +42,7 @@ from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
+from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard, sharded_weights
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ class HorovodStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Broadcast rank 0's parameters and buffers, instead of wrapping the module."""
         assert self.model is not None
-        broadcast_tensors(self.model.state_dict())
+        state = self.model.state_dict()
+        # Each rank reads weights in files by itself.
+        broadcast_tensors({n: t for n, t in state.items() if not getattr(t, "is_meta", False)})
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and store the denominator that its output states.
@@ -422,6 +424,11 @@ class WeightedStrategy(HorovodStrategy):
         How the ranks share the parameters; None: each rank has them all.
     **kwargs
         See `HorovodStrategy`.
+
+    Attributes
+    ----------
+    keeps_parts : bool
+        Whether states have this rank's parts, and not whole tensors on rank 0.
     """
 
     def __init__(
@@ -438,6 +445,7 @@ class WeightedStrategy(HorovodStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self._sharding = sharding
+        self.keeps_parts = False
         self.weighs_by_batch = by_batch
         self.outputs: list[tuple[Any, int]] = []
         # Rows of this rank in the running epoch, of validation and of training.
@@ -498,16 +506,28 @@ class WeightedStrategy(HorovodStrategy):
             step = _called_as_forward(module, getattr(module, name))
             self._undo.enter_context(patch_attribute(module, name, step))
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True if the ranks share the parameters, so that each reads its parts of them."""
+        return self._sharding is not None
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kw: Any) -> None:
+        """Load the module's state, of which this rank takes its parts."""
+        module = self.lightning_module
+        assert module is not None
+        weights = sharded_weights(module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": weights}, *args, **kw)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's whole state on rank 0."""
+        """Return the module's whole state on rank 0, or parts for a checkpoint of the run."""
         return self._whole(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0."""
+        """Return an optimizer's whole state on rank 0, or parts for a checkpoint of the run."""
         return self._whole(super().optimizer_state(optimizer))
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self._sharding is None:
+        if self._sharding is None or self.keeps_parts:
             return state
         whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
         return whole

@@ -40,12 +40,14 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.frozen_base import check_frozen, keep_only_trainable
+from hvd_estimators.torch.frozen_base import FrozenBase, frozen_base
 from hvd_estimators.torch.loss_weights import StepBatches
-from hvd_estimators.torch.serialization import load_module, trained_file
+from hvd_estimators.torch.serialization import load_module, module_file, trained_file
+from hvd_estimators.torch.shard_files import as_trained, with_tensors, write_weights
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.sharding import gathered
-from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
+from hvd_estimators.torch.sharding import gathered, sharded_weights
+from hvd_estimators.torch.stored_weights import find_weights_in, load_weights, without_weights
+from hvd_estimators.torch.tensor_files import StoredTensor
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
@@ -86,10 +88,10 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        self.module = self._load_module()
-        self.objects: TrainerObjects = loads(spec.objects)
         is_sharded = spec.sharding.mode != "none" and self.size > 1
         self.sharding = spec.sharding if is_sharded else None
+        self.module, self.base = self._load_module()
+        self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
@@ -278,8 +280,13 @@ class _Trainer:
         run = self.spec.run
         checkpoint: dict[str, Any] = {}
 
+        def place(key: str, stored: StoredTensor) -> Any:
+            return stored.whole() if self.sharding is None else stored  # read where it is loaded
+
         def load(file: IO[bytes]) -> None:
-            checkpoint.update(torch.load(file, map_location="cpu", weights_only=False))
+            content = torch.load(file, map_location="cpu", weights_only=False)
+            folder = run.checkpoints_path or ""
+            checkpoint.update(with_tensors(content, self.spec.store, folder, place))
 
         state = restore(self.spec.store, run, exchange, self.rank, load)
         if state is not None:
@@ -289,29 +296,31 @@ class _Trainer:
             self.logged_steps = loop["_batches_that_stepped"]
         return state
 
-    def _load_module(self) -> LightningModule:
-        """Return the driver's module, with the weights of ``init_weights``."""
+    def _load_module(self) -> tuple[LightningModule, FrozenBase | None]:
+        """Return the driver's module, and its frozen base.
+
+        It has the weights of ``init_weights``, unless the ranks share it. Then, its layers read
+        them one after another.
+        """
         module: LightningModule = load_module(self.spec.module)
-        keep_only_trainable(module)
         find_weights_in(module, self.spec.store)
-        load_weights(module)
-        return module
+        base = frozen_base(module)
+        if self.sharding is None:
+            load_weights(module)
+        return module, base
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digests = weight_digests(self.module)
-        check_frozen(self.module, digests)
         state: LocalFile | None = None
-        weights = None
+        if self.base is not None:
+            self.base.check(self.module)
         if self.sharding is not None:
-            weights = gathered(self.module.state_dict(), keep=self.rank == 0)
-        if self.rank == 0:
-            file, module = self.spec.module, self.module
-            if weights is not None:
-                module = self._load_module()
-                module.configure_model()
-                module.load_state_dict(weights)
-            _load_best(self.trainer, module, self.checkpoint_io)
-            state = trained_file(module, lambda: load_module(file, True), {})
+            state = self._sharded_result()
+        elif self.rank == 0:
+            _load_best(self.trainer, self.module, self.checkpoint_io)
+            if self.base is not None:
+                self.base.remove(self.module.cpu())
+            state = trained_file(self.module, lambda: load_module(self.spec.module, True), {})
         return TrainResult(
             combined_digest(digests),
             state,
@@ -319,6 +328,22 @@ class _Trainer:
             stopped=self.stopped,
             weight_digests=digests,
         )
+
+    def _sharded_result(self) -> LocalFile | None:
+        """Return the driver's module after training, on rank 0. Called by all ranks."""
+        _load_best(self.trainer, self.module, self.checkpoint_io)
+        weights, kept = None, {}
+        if self.base is None:
+            weights = write_weights(self.spec.store, self.spec.run, self.module)
+        else:
+            kept = gathered(self.module.state_dict(), keep=self.rank == 0)
+        if self.rank:
+            return None
+        begun: LightningModule = load_module(self.spec.module, mapped=True)
+        with without_weights():
+            begun.configure_model()
+        as_trained(begun, self.module, weights, kept)
+        return module_file({"objects": (begun,)})
 
 
 def _load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheckpointIO) -> None:
@@ -331,5 +356,5 @@ def _load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreChec
             and callback.best_model_path
         ):
             checkpoint = checkpoints.load_checkpoint(callback.best_model_path)
-            module.load_state_dict(checkpoint["state_dict"])
+            module.load_state_dict(sharded_weights(module, checkpoint["state_dict"]))
             return

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import posixpath
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import IO, Any
 
 import torch
 
-from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.checkpoints import TensorFile, checkpoint_path
-from hvd_estimators.store.paths import Position, tensors_of
+from hvd_estimators.store.checkpoints import TensorFile
+from hvd_estimators.store.paths import Position
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.serialization import (
     load_optimizer_state,
@@ -23,6 +19,7 @@ from hvd_estimators.torch.serialization import (
     restore_optimizer,
     save_state,
 )
+from hvd_estimators.torch.shard_files import with_tensors, write_parts
 from hvd_estimators.torch.shard_state import (
     BufferReducer,
     BufferState,
@@ -31,17 +28,9 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.sharding import (
-    dealt,
-    is_sharded,
-    sharded_weights,
-    stored_part,
-    with_tensors,
-    without_tensors,
-)
+from hvd_estimators.torch.sharding import is_sharded, sharded_weights, stored_part
 from hvd_estimators.torch.stateful import StatefulObjects
-from hvd_estimators.torch.stored_weights import INDEX, StoredWeights
-from hvd_estimators.torch.tensor_files import StoredTensor, write_tensors
+from hvd_estimators.torch.tensor_files import StoredTensor
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -219,7 +208,10 @@ class RunCheckpoints:
             return False
         unequal = buffers.unequal(digests)
         position = Position(state.epoch, state.rows)
-        content, files = self._written(position, gradients=dict(gradients), held=self._held())
+        content = self.content(gradients=dict(gradients), held=self._held())
+        files: tuple[TensorFile, ...] = ()
+        if self.is_sharded:
+            content, files = write_parts(self._spec.store, self._spec.run, position, content)
         if self._rank != 0:
             return True
         parts = {
@@ -242,70 +234,6 @@ class RunCheckpoints:
             files=files,
         )
         return True
-
-    def _written(
-        self, position: Position, **further: Any
-    ) -> tuple[dict[str, Any], tuple[TensorFile, ...]]:
-        """Return the content of a checkpoint, and the files of the ranks. Called by all ranks.
-
-        Each rank writes its share of the sharded tensors. Ranks other than rank 0 get no content
-        without sharding.
-        """
-        if not self.is_sharded:
-            return self.content(**further), ()
-        content, tensors = without_tensors(self.content(**further))
-        path = checkpoint_path(self._spec.run, position)
-        # A rank of an earlier launch may still write, so no two saves use the same names.
-        shapes = [(name, tuple(value.shape)) for name, value in tensors.items()]
-        token = uuid.uuid4().hex[:8]
-        (token, first), *others = exchange.gather((token, shapes), "checkpoint_files")
-        if any(other != first for _, other in others):
-            raise ParamError(
-                "stateful or callbacks: their states have other sharded tensors on one rank than "
-                "on another. With sharding, all ranks must keep the same ones."
-            )
-        begins = f"{posixpath.basename(tensors_of(path))}/{token}"
-        files, _ = self._write_tensors(posixpath.dirname(path), begins, tensors)
-        return {**content, "files": [file.name for file in files]}, files
-
-    def write_weights(self) -> StoredWeights:
-        """Write the module's weights to a new folder of the run. Called by all ranks.
-
-        The files have the names and the index of Hugging Face's, so its libraries load them.
-        """
-        token = exchange.broadcast(uuid.uuid4().hex, "model_files")
-        folder = f"{self._spec.run.run_path}/model-{token}"
-        parameters = dict(self._module.named_parameters())
-        state = self._module.state_dict() if self._rank == 0 else {}
-        buffers = {n: b.cpu() for n, b in state.items() if n in dict(self._module.named_buffers())}
-        files, index = self._write_tensors(folder, "model", {**parameters, **buffers})
-        if self._rank == 0:
-            document = {
-                "metadata": {"total_size": sum(file.size for file in files)},
-                "weight_map": index,
-            }
-            text = json.dumps(document, indent=1)
-            self._spec.store.write_text(f"{folder}/{INDEX}", text)
-        return StoredWeights(files, folder=folder)
-
-    def _write_tensors(
-        self, folder: str, begins: str, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[tuple[TensorFile, ...], dict[str, str]]:
-        """Write each rank's share of sharded tensors, and other tensors of this rank.
-
-        Returns
-        -------
-        tuple of TensorFile
-            The files of all ranks.
-        dict
-            Name of each tensor to the name of its file.
-        """
-        name = f"{begins}-{self._rank + 1:05}-of-{self._size:05}.safetensors"
-        kept, values = dealt(tensors, self._rank, self._size)
-        written = write_tensors(self._spec.store, folder, name, kept, values)
-        of_ranks = exchange.gather((written, list(kept)), "tensor_files")
-        index = {key: file.name for file, keys in of_ranks for key in keys}
-        return tuple(file for file, _ in of_ranks), index
 
     def _held(self) -> dict[str, Any]:
         """Return the states of the user's objects, on the ranks that need them."""

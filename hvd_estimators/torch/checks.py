@@ -154,7 +154,7 @@ def check_sharding(settings: TorchSettings) -> None:
     """Check that the ranks can share the model's parameters."""
     mode, module = settings.sharding, settings.model
     if mode == "none":
-        for name in ("shard_modules", "activation_checkpointing"):
+        for name in ("shard_modules", "activation_checkpointing", "cpu_offload"):
             if settings.get(name):
                 raise ParamError(
                     f"{name}: found {settings.get(name)!r} without sharding. Set sharding='full', "

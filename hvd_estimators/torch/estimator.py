@@ -222,6 +222,13 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         default=False,
         convert=boolean,
     )
+    cpu_offload = param(
+        "Whether parameters, gradients and optimizer states stay in the memory of the machine, and "
+        "a layer's parameters are copied to the GPU while it computes. Optimizers step on the CPU, "
+        "so this is slower. Needs sharding.",
+        default=False,
+        convert=boolean,
+    )
     init_weights = param(
         "Path or URL of a safetensors file, or of a folder of them, with the weights with which "
         "training begins. model must be a function, such as one that calls from_config() of "
@@ -232,8 +239,7 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
     only_trainable = param(
         "Whether checkpoints, the fitted model and its saved form hold only the parameters that "
         "require gradients when model, a function, returns the module, and the buffers. The "
-        "frozen ones are read from init_weights wherever the model is loaded; without it, the "
-        "function makes them again.",
+        "frozen ones are read from init_weights wherever the model is loaded. Needs init_weights.",
         default=False,
         convert=boolean,
     )

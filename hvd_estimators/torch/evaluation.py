@@ -21,7 +21,7 @@ from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
+from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import AnyColumns
 
 
@@ -51,9 +51,7 @@ class TorchEvaluator:
         forward = Forward("float32", resources)
         self._device = forward.device
         module, loaded = load_module(document, mapped=True)
-        if weights_in is not None:
-            find_weights_in(plain_module(module), *weights_in)
-        self._module = forward.placed(load_weights(plain_module(module), mapped=True).eval())
+        self._module = forward.placed(complete(plain_module(module), weights_in).eval())
         self._tensors = loaded.tensors
         self._precision = precision
         self._objective = loaded.on_rank(self._device, model=self._module, rank=0, size=1)

@@ -48,17 +48,16 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     with_any_size,
 )
-from hvd_estimators.torch.frozen_base import base_of, remember_function
 from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
-from hvd_estimators.torch.stored_weights import made_without_weights
+from hvd_estimators.torch.stored_weights import made_without_weights, stored_weights
 from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
-from hvd_estimators.training.spec import TrainSpec
+from hvd_estimators.training.spec import TrainSpec, combined_digest
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +88,8 @@ class TorchFramework(Framework):
 
     @classmethod
     def with_objects(cls, estimator: Fittable) -> Fittable:
-        function, remembers = map(estimator.getOrDefault, ("model", "only_trainable"))
-        path = estimator.getOrDefault("init_weights")
+        function, path = map(estimator.getOrDefault, ("model", "init_weights"))
+        has_base = estimator.getOrDefault("only_trainable")
         if path is not None:
             if not is_function(function):
                 raise ParamError(
@@ -102,21 +101,18 @@ class TorchFramework(Framework):
 
             @functools.wraps(function)
             def make(**arguments: Any) -> torch.nn.Module:
-                return made_without_weights(function, path, store, remembers, **arguments)
+                return made_without_weights(function, path, store, has_base, **arguments)
 
             # Only the ranks have the weights to try.
             estimator = estimator.copy({"model": make, "dry_run": False})
-        if remembers and not is_function(function):
+        elif has_base:
             raise ParamError(
-                f"only_trainable: the frozen weights are made again by a function, and model is a "
-                f"{type(function).__name__}. Set model to a function that returns the module, for "
-                "example with from_pretrained(), and optimizer to one that takes its parameters."
+                "found no init_weights, whose files have the frozen weights that the fitted model "
+                "leaves out. Set it to a safetensors file or a folder of them, such as "
+                "save_pretrained() of Hugging Face writes.",
+                param="only_trainable",
             )
         estimator = super().with_objects(estimator)
-        if remembers and path is None:
-            arguments, seed = map(estimator.getOrDefault, ("model_args", "random_seed"))
-            built = plain_module(estimator.getOrDefault("model"))
-            remember_function(built, function, arguments, seed)
         model, optimizer = map(estimator.getOrDefault, ("model", "optimizer"))
         if isinstance(model, torch.nn.Module) and is_function(optimizer):
             built = build("optimizer", optimizer, torch.optim.Optimizer, model.parameters())
@@ -153,8 +149,7 @@ class TorchFramework(Framework):
         if isinstance(model, torch.nn.Module):
             check_parameters(model, None)
         if not isinstance(model, torch.jit.ScriptModule):
-            base = base_of(model)
-            check_sendable("model", base.function if base else settings.model, Pickler)
+            check_sendable("model", settings.model, Pickler)
         if isinstance(settings.optimizer, torch.optim.Optimizer):
             check_sendable("optimizer", settings.optimizer, Pickler)
 
@@ -316,7 +311,7 @@ def _model_fingerprint(
         Whether a param replaces the optimizer's learning rate.
     """
     module = plain_module(module)
-    base = base_of(module)
+    weights = stored_weights(module)
     identity: dict[str, Any] = {
         "class": named(type(module)),
         # Remove memory addresses, which may appear for functions among a module's attributes.
@@ -327,8 +322,9 @@ def _model_fingerprint(
             if isinstance(value, torch.Tensor)
         ],
     }
-    if base is not None:
-        identity["frozen weights"] = base.digest
+    if weights is not None and weights.is_base:
+        digests = {file.name: file.sha256 for file in weights.files}
+        identity["frozen weights"] = combined_digest(digests)
     if optimizer is not None:
         # The param that replaces the optimizer's rate is one of the run settings.
         left_out = {"params", "initial_lr"} | ({"lr"} if other_rate else set())

@@ -25,7 +25,6 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
-from hvd_estimators.torch.frozen_base import kept_weights
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.objective_args import objective_of
 from hvd_estimators.torch.onnx import Call, export_onnx
@@ -109,8 +108,8 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         """Return the trained module.
 
         The weights of a model that was trained with ``sharding`` are files in the store, or beside
-        the saved model. This method reads them, and keeps them in memory. With ``only_trainable``
-        and ``init_weights``, it returns a copy with the base at each call.
+        the saved model. This method reads them, and keeps them in memory. With
+        ``only_trainable``, it returns a copy with the base at each call.
         """
         module: Any = self.getOrDefault("model")
         weights = stored_weights(module)
@@ -280,13 +279,10 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **sizes}
 
     def _extra_files(self) -> dict[str, bytes]:
-        """Return the weights as a plain ``torch.save`` file, for use without this package.
-
-        With ``only_trainable``, the file lacks the frozen weights.
-        """
+        """Return the weights as a plain ``torch.save`` file, for use without this package."""
         module = plain_module(self.getOrDefault("model"))
         if stored_weights(module) is not None:
             return {}  # its weights are files that other programs read
         weights = io.BytesIO()
-        save_state(kept_weights(module), weights)
+        save_state(module.state_dict(), weights)
         return {"weights.pt": weights.getvalue()}

@@ -22,7 +22,7 @@ from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
+from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Copy,
@@ -203,10 +203,7 @@ class TorchPredictor(FrameworkPredictor):
     ) -> None:
         super().__init__(spec.feature_cols)
         self._forward = Forward(precision, resources)
-        module = plain_module(load_module(document, mapped=True))
-        if weights_in is not None:
-            find_weights_in(module, *weights_in)
-        load_weights(module, mapped=True)
+        module = complete(plain_module(load_module(document, mapped=True)), weights_in)
         self._module: Any = self._forward.placed(module.eval())
         self._spec = spec
         self.overlaps = self._forward.overlaps

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import io
 import logging
-import operator
 import os
 import pickle
 import sys
@@ -32,18 +31,8 @@ from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
-from hvd_estimators.torch.frozen_base import (
-    FrozenBase,
-    kept_weights,
-    parts_of,
-    pickled,
-    remade,
-)
-from hvd_estimators.torch.sharding import (
-    sharded_optimizer_state,
-    with_parts,
-    with_tensors,
-)
+from hvd_estimators.torch.shard_files import with_tensors
+from hvd_estimators.torch.sharding import sharded_optimizer_state, with_parts
 from hvd_estimators.torch.stored_weights import stored_weights
 
 logger = logging.getLogger(__name__)
@@ -61,22 +50,15 @@ class Pickler(cloudpickle.Pickler):
     - Parametrized modules (``weight_norm``, ``spectral_norm``) have a generated class that raises.
     - TorchScript is saved as TorchScript.
     - torch drops the attributes of optimizers that it does not know.
-    - A function makes a module's frozen weights again, see `frozen_base`.
     """
 
     shared: Mapping[int, tuple[str, str]] = {}
     """Module and variable of objects that the receiver imports, by id."""
 
-    parts: Mapping[int, tuple[torch.nn.Module, str]] = {}
-    """Module and name of the parts of a module that a function makes again, by id."""
-
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if id(obj) in self.shared:
             return _variable, self.shared[id(obj)]
-        if id(obj) in self.parts:
-            module, name = self.parts[id(obj)]
-            return (_part, (module, name)) if name else (_remade, pickled(module))
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
@@ -111,16 +93,6 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _variable(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
-
-
-def _part(module: torch.nn.Module, name: str) -> Any:
-    return operator.attrgetter(name)(module)
-
-
-def _remade(base: FrozenBase, weights: Mapping[str, Any]) -> torch.nn.Module:
-    module = plain_module(base.make())
-    remade(base, module, weights)
-    return module
 
 
 def _itself(value: T) -> T:
@@ -231,7 +203,7 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
                 )
 
 
-def dump_module(module: Any, is_whole: bool = False) -> bytes:
+def dump_module(module: Any) -> bytes:
     """Serialize a module, or a tuple of objects that share one, by value.
 
     With ``is_whole``, the weights include frozen ones that a function could make again.
@@ -240,7 +212,7 @@ def dump_module(module: Any, is_whole: bool = False) -> bytes:
     options.
     """
     buffer = io.BytesIO()
-    _write(module, buffer, is_whole=is_whole)
+    _write(module, buffer)
     return buffer.getvalue()
 
 
@@ -304,25 +276,13 @@ def load_module(
     )
 
 
-def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = (), is_whole: bool = False) -> None:
+def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
     variables = {key: variable for key, variable in found if variable is not None}
-    parts = {} if is_whole else parts_of(_module_in(value))
-    kind = type("SharingPickler", (Pickler,), {"shared": variables, "parts": parts})
+    kind = type("SharingPickler", (Pickler,), {"shared": variables})
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _module_in(value: Any) -> Any:
-    """Return the plain module that a value is, or that its other objects share."""
-    if isinstance(value, Mapping):
-        value = value.get("objects")
-    if isinstance(value, tuple) and value:
-        value = value[0]
-    elif not isinstance(value, torch.nn.Module):
-        value = getattr(value, "module", None)
-    return plain_module(value)
 
 
 def _sent(value: Any) -> tuple[int, Any]:
@@ -407,7 +367,7 @@ def copied(value: T) -> T:
     Unlike `copy.deepcopy`, this function copies functions and classes of scripts, modules with
     computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
-    loaded: T = load_module(dump_module(value, is_whole=True), unpickler=_Copier)
+    loaded: T = load_module(dump_module(value), unpickler=_Copier)
     return loaded
 
 
@@ -574,11 +534,12 @@ def trained_file(
         return local
     except Exception as error:
         failure = error
-    weights = kept_weights(plain_module(module))
-    if weights.keys() != kept_weights(plain_module(given())).keys():
+    state = plain_module(module).state_dict()
+    if state.keys() != plain_module(given()).state_dict().keys():
         raise failure
-    # The user's extra state may be of any type.
-    weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    # The user's extra state may be of any type, and weights in files are not here.
+    tensors = ((n, value) for n, value in state.items() if isinstance(value, torch.Tensor))
+    weights = {name: value for name, value in tensors if not value.is_meta}
     lost = f"{type(failure).__name__}: {failure}"
     with open(local.path, "wb") as file:
         _write({**further, "model": weights, "lost": lost}, file)

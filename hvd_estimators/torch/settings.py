@@ -70,7 +70,11 @@ class TorchSettings(Settings):
         """How the ranks share the parameters."""
         modules = None if self.shard_modules is None else tuple(self.shard_modules)
         return ShardingOptions(
-            self.sharding, modules, self.activation_checkpointing, self.precision
+            self.sharding,
+            modules,
+            self.activation_checkpointing,
+            self.precision,
+            self.cpu_offload,
         )
 
     @cached_property

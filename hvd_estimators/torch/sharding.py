@@ -3,8 +3,7 @@
 `shard` applies ``torch.distributed.fsdp.fully_shard`` (https://docs.pytorch.org/docs/stable/
 distributed.fsdp.fully_shard.html), which gathers the parameters of a layer while it computes. A
 backward pass leaves each rank the mean gradient of its part. Optimizers, clipping and
-schedulers then work on the parts. Files hold whole tensors, of which each rank gathers and writes
-some, so a run may resume on another number of ranks, and without sharding. Imports
+schedulers then work on the parts, and files hold whole tensors, see `shard_files`. Imports
 `torch.distributed.tensor`, which takes a second, only for sharded fits.
 """
 
@@ -14,9 +13,8 @@ import contextlib
 import ctypes
 import functools
 import gc
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +22,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.store.files import Files
 from hvd_estimators.torch.stored_weights import loading_weights
-from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
+from hvd_estimators.torch.tensor_files import StoredTensor
 from hvd_estimators.torch.tensors import map_tensors
 
 _M_MMAP_THRESHOLD = -3
@@ -51,12 +48,15 @@ class ShardingOptions:
         Whether these layers compute their activations again in the backward pass.
     precision : str
         Value of the param ``precision``.
+    cpu_offload : bool
+        Whether the parts stay in the memory of the machine, where optimizers step.
     """
 
     mode: str = "none"
     modules: tuple[str, ...] | None = None
     activation_checkpointing: bool = False
     precision: str = "32"
+    cpu_offload: bool = False
 
     def layers_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Return the layers that are gathered one after another, inner ones first.
@@ -133,18 +133,28 @@ def shard(
     options : ShardingOptions
         The options.
     device : torch.device
-        Device of the parts.
+        Device that computes. It has the parts, unless these are offloaded.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     apply: Any = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=options.mode == "full"
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload if options.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=options.mode == "full",
     )
     if options.activation_checkpointing:
         for part in module.modules():
@@ -218,95 +228,6 @@ def gathered(value: Any, keep: bool = True) -> Any:
         return made if keep or made is tensor else None
 
     return map_tensors(of, value)
-
-
-def dealt(
-    tensors: Mapping[str, Any], rank: int, size: int
-) -> tuple[dict[str, Any], Iterator[torch.Tensor]]:
-    """Deal sharded tensors among the ranks, which gather one after another. Called by all ranks.
-
-    Each tensor goes to the rank that has the fewest bytes so far.
-
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        Sharded tensors, in the same order on all ranks, and others of this rank, which keeps them.
-    rank, size : int
-        This rank, and the number of ranks.
-
-    Returns
-    -------
-    dict
-        The tensors that this rank gets, as given; those with large items first.
-    iterator of torch.Tensor
-        The same tensors, whole and on the CPU. Every rank must exhaust it.
-    """
-    held = [0] * size
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    keepers = {}
-    for name, tensor in ordered:
-        if is_sharded(tensor):
-            keepers[name] = held.index(min(held))
-            held[keepers[name]] += tensor.nbytes
-
-    def values() -> Iterator[torch.Tensor]:
-        for name, tensor in ordered:
-            value = whole(tensor)
-            if keepers.get(name, rank) == rank:
-                yield value
-
-    return {name: t for name, t in ordered if keepers.get(name, rank) == rank}, values()
-
-
-def without_tensors(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a value with placeholders for its sharded tensors, and these by number.
-
-    A placeholder is a tensor on the meta device, which has a shape and no memory.
-    """
-    found: dict[str, Any] = {}
-
-    def placeholder(tensor: Any) -> Any:
-        if not is_sharded(tensor):
-            return tensor
-        found[str(len(found))] = tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    return map_tensors(placeholder, value), found
-
-
-def with_tensors(
-    content: dict[str, Any],
-    store: Files,
-    folder: str,
-    place: Callable[[str, StoredTensor], Any] = lambda key, stored: stored.whole(),
-) -> dict[str, Any]:
-    """Return the content of a checkpoint with tensors for the placeholders.
-
-    Parameters
-    ----------
-    content : dict
-        Result of `without_tensors`, and ``"files"``, the names of the ranks' files. Without these,
-        it is returned unchanged.
-    store : Files
-        The store of the files.
-    folder : str
-        The folder of the checkpoint.
-    place : callable
-        Takes the content's key, and a tensor in it, and returns what replaces the tensor. Default:
-        the whole tensor.
-    """
-    names = content.pop("files", None)
-    if names is None:
-        return content
-    reader, numbers = TensorReader(store, [f"{folder}/{name}" for name in names]), itertools.count()
-
-    def filled(key: str, value: Any) -> Any:
-        def replacement(tensor: torch.Tensor) -> Any:
-            return place(key, reader.stored(str(next(numbers)))) if tensor.is_meta else tensor
-
-        return map_tensors(replacement, value)
-
-    return {key: filled(key, value) for key, value in content.items()}
 
 
 def sharded_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:

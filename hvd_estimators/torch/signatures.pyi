@@ -38,6 +38,7 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     sharding: Literal["none", "optimizer", "full"] | None
     shard_modules: str | Iterable[str] | None
     activation_checkpointing: bool | None
+    cpu_offload: bool | None
     init_weights: str | None
     only_trainable: bool | None
     precision: Literal["32", "bf16", "fp16"] | None
@@ -51,15 +52,15 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
     getLrSchedulerInterval = getSharding = getShardModules = getter
-    getActivationCheckpointing = getInitWeights = getOnlyTrainable = getter
-    getPrecision = getter
+    getActivationCheckpointing = getCpuOffload = getInitWeights = getter
+    getOnlyTrainable = getPrecision = getter
     setInputShapes = setInputForm = setLossForm = setter
     setLossConstructors = setTrainMinibatchFn = setStateful = setter
     setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
     setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
     setLrSchedulerInterval = setSharding = setShardModules = setter
-    setActivationCheckpointing = setInitWeights = setOnlyTrainable = setter
-    setPrecision = setter
+    setActivationCheckpointing = setCpuOffload = setInitWeights = setter
+    setOnlyTrainable = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     model: torch.nn.Module | None

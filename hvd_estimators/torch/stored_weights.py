@@ -145,6 +145,18 @@ def weights_place(module: Any) -> tuple[Store, str] | None:
     return None if weights is None or weights.store is None else (weights.store, weights.folder)
 
 
+def complete(
+    module: torch.nn.Module, weights_in: tuple[Store, str] | None = None
+) -> torch.nn.Module:
+    """Return a module that predicts, with weights from the `weights_place` that was sent with it.
+
+    Processes share the memory of files on a local disk.
+    """
+    if weights_in is not None:
+        find_weights_in(module, *weights_in)
+    return load_weights(module, mapped=True)
+
+
 def drop_weights(module: torch.nn.Module) -> None:
     """Move the parameters to the meta device.
 
@@ -309,7 +321,7 @@ def made_without_weights(
     """
     weights = find_weights(path, store)
     reader = weights.reader()
-    with _PATCHING, _on_meta() as made:
+    with without_weights() as made:
         module = make(**arguments)
     if not isinstance(module, torch.nn.Module):
         return module  # which the caller rejects
@@ -319,7 +331,7 @@ def made_without_weights(
             param="init_weights",
         )
     found = _in_files(module, reader)
-    with _PATCHING, _on_meta([id(parameter) in found for parameter in made]):
+    with without_weights([id(parameter) in found for parameter in made]):
         module = make(**arguments)
     names = {name: stored.name for name, stored in _in_files(module, reader).values()}
     set_stored_weights(module, replace(weights, names=names, is_base=is_base))
@@ -365,12 +377,17 @@ def _of_base(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _on_meta(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Parameter]]:
+def without_weights(chosen: Sequence[bool] | None = None) -> Iterator[list[torch.nn.Parameter]]:
     """Let layers have parameters on the meta device, and yield a list that receives them all.
 
     ``chosen`` tells which ones, in the order in which layers register them. Default: all. Other
     threads wait if they call this function, and make layers as ever.
     """
+    with _PATCHING:
+        yield from _patched(chosen)
+
+
+def _patched(chosen: Sequence[bool] | None) -> Iterator[list[torch.nn.Parameter]]:
     owner = threading.get_ident()
     register, move = torch.nn.Module.register_parameter, torch.nn.Module.to
     made: list[torch.nn.Parameter] = []

@@ -30,13 +30,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.frozen_base import (
-    base_of,
-    check_frozen,
-    keep_only_trainable,
-    leaves_out_frozen,
-    remember_files,
-)
+from hvd_estimators.torch.frozen_base import FrozenBase, frozen_base
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
@@ -54,16 +48,9 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     trained_file,
 )
+from hvd_estimators.torch.shard_files import as_trained, write_weights
 from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
-from hvd_estimators.torch.stored_weights import (
-    drop_weights,
-    find_weights_in,
-    load_weights,
-    put_weights,
-    refer_to_base,
-    set_stored_weights,
-    stored_weights,
-)
+from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import Batch, gpu_memory, require_tensors, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
@@ -113,8 +100,10 @@ class TrainedObjects:
     returned: dict[str, Any]
 
 
-def load_objects(file: LocalFile, store: Store, device: torch.device | None) -> TrainedObjects:
-    """Load `TrainedObjects`, with the module and its optimizer on a device.
+def load_objects(
+    file: LocalFile, store: Store, device: torch.device | None
+) -> tuple[TrainedObjects, FrozenBase | None]:
+    """Load `TrainedObjects`, with the module and its optimizer on a device, and the frozen base.
 
     Without a device, they stay on the CPU, and weights that are in files stay there.
 
@@ -135,15 +124,12 @@ def load_objects(file: LocalFile, store: Store, device: torch.device | None) -> 
             "__reduce__() that recreates it."
         ) from error
     find_weights_in(objects.module, store)
-    base = stored_weights(objects.module)
-    if base is not None and base.is_base:
-        remember_files(plain_module(objects.module), base.names)
-    keep_only_trainable(plain_module(objects.module))
+    base = frozen_base(objects.module)
     if objects.learning_rate is not None:
         for group in objects.optimizer.param_groups:
             group["lr"] = objects.learning_rate
     if device is None:
-        return objects
+        return objects, base
     load_weights(objects.module)
     for buffer in objects.module.buffers():
         # Unlike Module.to(), this keeps the tensor, which other objects may refer to.
@@ -151,7 +137,7 @@ def load_objects(file: LocalFile, store: Store, device: torch.device | None) -> 
     objects.module.to(device)
     # Loading moves the optimizer's state to the device of its parameters.
     load_optimizer_state(objects.optimizer, objects.optimizer.state_dict())
-    return objects
+    return objects, base
 
 
 @dataclass(frozen=True)
@@ -201,7 +187,7 @@ class _Trainer:
         self.is_sharded = spec.sharding.mode != "none" and self.size > 1
         # A GPU may have memory for the parts only.
         loaded_on = None if self.is_sharded else self.device
-        objects = load_objects(spec.objects, spec.store, loaded_on)
+        objects, self.base = load_objects(spec.objects, spec.store, loaded_on)
         self.module = objects.module
         if self.is_sharded:
             state = self.module.state_dict()
@@ -306,20 +292,17 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         digests = weight_digests(self.original_module)
+        if self.base is not None:
+            self.base.check(self.original_module)
         if self.is_sharded:
             state = self._sharded_result()
-        else:
-            check_frozen(self.original_module, digests)
-        if self.rank == 0 and not self.is_sharded:
+        elif self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
             content = self.checkpoints.content()
             del content["model"]
-            if leaves_out_frozen(self.original_module) and base_of(self.original_module) is None:
-                begun: TrainedObjects = load_module(spec.objects, mapped=True)
-                base = stored_weights(begun.module)
-                assert base is not None
-                refer_to_base(self.module.cpu(), base)
+            if self.base is not None:
+                self.base.remove(self.original_module.cpu())
             state = trained_file(
                 self.module,
                 lambda: load_module(spec.objects, mapped=True).module,
@@ -343,28 +326,15 @@ class _Trainer:
         The optimizer has no state.
         """
         trained = self.original_module
-        has_base = leaves_out_frozen(trained)
-        weights = None if has_base else self.checkpoints.write_weights()
-        kept: dict[str, Any] = {}
-        if has_base:
+        weights, kept = None, {}
+        if self.base is None:
+            weights = write_weights(self.spec.store, self.spec.run, trained)
+        else:
             kept = gathered(trained.state_dict(), keep=self.rank == 0)
         if self.rank:
             return None
         objects: TrainedObjects = load_module(self.spec.objects, mapped=True)
-        requires_grad = {name: value.requires_grad for name, value in trained.named_parameters()}
-        for name, parameter in objects.module.named_parameters():
-            parameter.requires_grad_(requires_grad[name])
-        if weights is not None:
-            drop_weights(objects.module)
-            set_stored_weights(objects.module, weights)
-        put_weights(objects.module, kept)
-        for name, part in trained.named_modules():
-            target = objects.module.get_submodule(name)
-            # Also those that a state_dict() lacks, that have grown, or that were None.
-            for buffer, value in part.named_buffers(recurse=False):
-                setattr(target, buffer, value.cpu())
-            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-                target.set_extra_state(part.get_extra_state())
+        as_trained(objects.module, trained, weights, kept)
         objects.optimizer.state.clear()
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 

@@ -72,7 +72,8 @@ def texts(count: int) -> list[dict[str, Any]]:
 def params(folder: str) -> dict[str, Any]:
     """Return params of an estimator that trains the adapters."""
     return {
-        **{"model": adapted, "model_args": {"folder": folder}, "only_trainable": True},
+        **{"model": adapted_without_base, "model_args": {"folder": folder}},
+        **{"only_trainable": True, "init_weights": folder},
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, 0.02),
         "loss": torch.nn.functional.cross_entropy,
         **{"input_form": "keyword", "outputs": ["logits"], "collate_fn": tokenized},

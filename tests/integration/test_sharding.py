@@ -150,7 +150,7 @@ def assert_same(found: torch.nn.Module, expected: torch.nn.Module, tolerance: fl
     [
         ("momentum", 2, {}),
         ("adam", 4, {"sharding": "optimizer"}),
-        ("adamw", 4, {"activation_checkpointing": True}),
+        ("adamw", 4, {"activation_checkpointing": True, "cpu_offload": True}),
         ("adamw", 2, {"cls": OfThreeShards, "backward_passes_per_step": 2}),
     ],
 )

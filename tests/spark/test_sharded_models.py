@@ -13,11 +13,15 @@ import pandas as pd
 import pytest
 import torch
 from pyspark.sql import SparkSession
+from pytorch_lightning import LightningModule
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from hvd_estimators import load_checkpoint
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.lightning import LightningEstimator, LightningModel
+from hvd_estimators.lightning import load_predictor as of_lightning
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
 
@@ -149,3 +153,53 @@ def test_a_model_stays_in_files_of_hdfs(
         loaded.getModel().state_dict(), fit(frame, fitted[1]).getModel().state_dict()
     )
     np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
+
+
+def test_a_lightning_module_stays_in_files_until_it_is_asked_for(
+    frame: Any, tmp_path: Path
+) -> None:
+    class Module(LightningModule):
+        """Makes its layers on the ranks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.net(x)
+            return found
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return functional.mse_loss(self(batch["features"]), batch["label"])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    store = LocalStore(str(tmp_path / "store"))
+    model = LightningEstimator(
+        **{"backend": LocalBackend(2), "store": store, "model": Module(), "run_id": "mine"},
+        **{"feature_cols": ["features"], "label_cols": ["label"], "sharding": "full"},
+        **{"batch_size": 5, "epochs": 2, "verbose": 0, "random_seed": 3, "shuffle": False},
+        column_dtypes={"features": "float32", "label": "float32"},
+    ).fit(frame)
+    checkpoints = Path(store.get_checkpoint_path("mine"))
+    assert len([*checkpoints.glob("*/*-of-00002.safetensors")]) == 2 * 2  # epochs, ranks
+    content = load_checkpoint(store, "mine", safe=False).content
+    found = predictions(model, frame)
+    model.save(str(tmp_path / "model"))
+    loaded = LightningModel.load(str(tmp_path / "model"))
+    for each in (model, loaded):
+        assert all(p.is_meta for p in each.getOrDefault("model").parameters())
+    np.testing.assert_allclose(predictions(loaded, frame), found, rtol=0)
+    module = loaded.getModel()
+    torch.testing.assert_close(module.state_dict(), content["state_dict"], rtol=0, atol=0)
+    features = np.array([row[0] for row in frame.select("features").collect()], "float32")
+    with torch.no_grad():
+        np.testing.assert_allclose(module(torch.from_numpy(features)), found, rtol=1e-6)
+    served = of_lightning(str(tmp_path / "model")).predict({"features": features})
+    np.testing.assert_allclose(served["label__output"], found, rtol=0)
+    assert (module.net.last.weight - Net().last.weight).abs().max() > 1e-3

@@ -71,7 +71,8 @@ def test_learning_rate_replaces_the_rates_of_a_copied_optimizer(tmp_path: Path) 
     )
 
     file = module_file(TorchFramework(Fit(estimator).settings).trained_objects())
-    made = load_objects(file, Store.create(str(tmp_path)), torch.device("cpu")).optimizer
+    objects, _ = load_objects(file, Store.create(str(tmp_path)), torch.device("cpu"))
+    made = objects.optimizer
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]
     assert [group["momentum"] for group in made.param_groups] == [0.9, 0.9]
     assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]

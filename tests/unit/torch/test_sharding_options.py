@@ -14,7 +14,8 @@ from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.checks import check_sharding
 from hvd_estimators.torch.settings import TorchSettings
-from hvd_estimators.torch.sharding import ShardingOptions, without_tensors
+from hvd_estimators.torch.shard_files import without_tensors
+from hvd_estimators.torch.sharding import ShardingOptions
 
 
 class Layer(torch.nn.Module):
@@ -77,6 +78,7 @@ def test_values_without_parts_are_unchanged() -> None:
     [
         ({"sharding": "none", "shard_modules": ["A"]}, r"^shard_modules: found \['A'\] without"),
         ({"sharding": "none", "activation_checkpointing": True}, "^activation_checkpointing: "),
+        ({"sharding": "none", "cpu_offload": True}, "^cpu_offload: found True without sharding"),
         ({"collectives": "horovod"}, "^collectives: found 'horovod' with sharding='full'"),
         ({"train_minibatch_fn": print}, "^train_minibatch_fn: found .*Leave"),
         ({"gradient_compression": mock.Mock()}, "^gradient_compression: found"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.files import digest_of
-from hvd_estimators.torch.sharding import with_tensors
+from hvd_estimators.torch.shard_files import with_tensors
 from hvd_estimators.torch.tensor_files import TensorReader, write_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
