@@ -150,7 +150,7 @@ class RunCheckpoint(Callback):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds a part of the parameters."""
+        """True if this rank holds a part of the parameters."""
         return self.spec.sharding.mode != "none" and self.shards.size > 1
 
     @contextlib.contextmanager
