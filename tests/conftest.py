@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
+import hypothesis
 import pytest
 
 import hvd_estimators  # noqa: F401  lets test modules import TensorFlow and torch in any order
@@ -20,6 +21,10 @@ os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "helpers" / "spark_conf")
 # All processes that these tests start inherit it, even orphans; ranks do by the prefix TORCH_.
 os.environ["TORCH_TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
+
+# A busy machine may take any time for an example.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 pytest_plugins = ("servers.fixtures",)
 

@@ -83,7 +83,7 @@ NO_JSON = [b"", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
 def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], effort: Effort) -> None:
     """Call a check with examples of a strategy."""
     health = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    limited = settings(max_examples=effort.examples, deadline=None, suppress_health_check=health)
+    limited = settings(max_examples=effort.examples, suppress_health_check=health)
     deadline = time.monotonic() + effort.seconds
     while True:
         # Each call draws other examples.

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from foreign import check, describe, load, load_one
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -280,7 +280,6 @@ def test_polars_categories_are_rejected_with_a_remedy(folder):
         describe(folder, "c")
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 7),
     shape=st.lists(st.integers(1, 3), max_size=3),

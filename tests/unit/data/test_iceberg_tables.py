@@ -76,7 +76,7 @@ def test_removed_files_are_not_read(tmp_path: Path) -> None:
         values(tmp_path / "table")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9)), st.sets(st.integers(0, 4))), max_size=6))
 def test_rows_are_those_that_commits_left(commits: list[tuple[list[int], set[int]]]) -> None:
     """Each commit appends a file, and removes some of the others."""

@@ -20,7 +20,7 @@ NAN = float("nan")
 doubles = st.floats(width=64, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(value=doubles | st.floats(-2e7, 2e7))
 def test_text_has_javas_form_and_identifies_the_double(value: float) -> None:
     text = java_text(value)

@@ -138,7 +138,7 @@ ASKED, ANSWERED = ({"kind": "put"}, b"value"), ({"status": 200}, b"answer")
 
 
 @given(st.sampled_from(["up", "down"]), st.integers(0, 130), st.integers(1, 255))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_message_with_any_byte_changed_is_rejected(direction, position, mask):
     def change(way, at, byte):
         return byte ^ mask if (way, at) == (direction, position) else byte

@@ -173,7 +173,7 @@ def epoch(module: ArrowDataModule, passes: int = 1) -> list[CollatedBatch]:
         return list(itertools.islice(module.train_chunks(), steps * passes))
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+@settings(suppress_health_check=list(HealthCheck), max_examples=60)
 @given(
     tables(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 7), st.booleans(), st.booleans()
 )

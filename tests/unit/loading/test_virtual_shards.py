@@ -81,7 +81,7 @@ def steps(
 GROUPS = st.lists(st.integers(1, 30), min_size=4, max_size=9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(GROUPS, st.integers(1, 9), st.integers(1, 3))
 def test_steps_hold_the_same_rows_for_any_number_of_ranks(
     groups: list[int], batch_size: int, passes: int
@@ -98,7 +98,7 @@ def test_steps_hold_the_same_rows_for_any_number_of_ranks(
             assert mean == pytest.approx(same_mean)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(GROUPS, st.integers(1, 9), st.integers(1, 12), st.integers(0, 2), st.data())
 def test_any_number_of_ranks_resumes_at_a_position_in_rows(
     groups: list[int], batch_size: int, epoch_steps: int, epoch: int, data: Any

@@ -65,7 +65,7 @@ def store_with(folder: Path, files: dict[str, bytes]) -> Store:
     return store
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     metadata=edited(GOOD, "error"),
     lease=edited(LEASE),
@@ -93,7 +93,7 @@ MANIFEST = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edited(MANIFEST))
 def test_a_checkpoint_with_any_manifest_is_listed_or_skipped(manifest: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:

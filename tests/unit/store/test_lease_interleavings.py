@@ -221,7 +221,7 @@ class Drivers:
 def test_no_process_saves_after_another_has_replaced_it(examples: int) -> None:
     seen = dict.fromkeys(("refused", "finished", "looked_dead", "killed"), 0)
 
-    @settings(max_examples=examples, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=examples, phases=[Phase.generate])
     @given(st.integers(2, 3), st.lists(st.tuples(st.integers(0, 2), EVENTS), max_size=30))
     def check(number: int, events: list[tuple[int, str | int]]) -> None:
         drivers = Drivers(number)

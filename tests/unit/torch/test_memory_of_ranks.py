@@ -48,7 +48,7 @@ def stored(tensors: Iterable[torch.Tensor]) -> int:
     frozen=st.sets(st.integers(0, 3)),
     name=st.sampled_from(sorted(OPTIMIZERS)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_rank_allocates_what_is_computed(widths: list[int], frozen: set[int], name: str) -> None:
     sizes = [4 * width for width in widths]
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]

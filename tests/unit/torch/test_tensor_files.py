@@ -19,7 +19,7 @@ from hvd_estimators.torch.shard_files import with_tensors
 from hvd_estimators.torch.tensor_files import TensorReader, write_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
