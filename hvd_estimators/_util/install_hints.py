@@ -61,7 +61,7 @@ class Connector:
         return f"Start Spark with spark.jars.packages={package} (or its jars). {self.settings}"
 
 
-_S3A = Connector(
+S3A = Connector(
     "org.apache.hadoop:hadoop-aws:{hadoop}",
     "Set what it needs when Spark is started: spark.hadoop.fs.s3a.access.key and "
     "spark.hadoop.fs.s3a.secret.key (with a role or a profile: "
@@ -69,34 +69,26 @@ _S3A = Connector(
     "spark.hadoop.fs.s3a.endpoint and spark.hadoop.fs.s3a.path.style.access=true. The store's "
     "storage_options are for Python alone.",
 )
-_GCS = Connector(
+GCS = Connector(
     "com.google.cloud.bigdataoss:gcs-connector:hadoop3-2.2.26",
     "Set what it needs when Spark is started: spark.hadoop.fs.gs.impl="
     "com.google.cloud.hadoop.fs.gcs.GoogleHadoopFileSystem and credentials "
     "(spark.hadoop.google.cloud.auth.service.account.json.keyfile). The store's storage_options "
     "are for Python alone.",
 )
-_AZURE = Connector(
+AZURE = Connector(
     "org.apache.hadoop:hadoop-azure:{hadoop}",
     "Set what it needs when Spark is started: "
     "spark.hadoop.fs.azure.account.key.<account>.dfs.core.windows.net, or "
     "spark.hadoop.fs.azure.account.auth.type and what belongs to it. The store's storage_options "
     "are for Python alone.",
 )
-CONNECTORS = {
-    "abfs": _AZURE,
-    "abfss": _AZURE,
-    "gs": _GCS,
-    "oci": Connector(
-        "com.oracle.oci.sdk:oci-hdfs-connector:3.3.4.1.5.0",
-        "Set what it needs when Spark is started: spark.hadoop.fs.oci.client.*.",
-    ),
-    "oss": Connector(
-        "org.apache.hadoop:hadoop-aliyun:{hadoop}",
-        "Set what it needs when Spark is started: spark.hadoop.fs.oss.endpoint, "
-        "spark.hadoop.fs.oss.accessKeyId and spark.hadoop.fs.oss.accessKeySecret.",
-    ),
-    "s3": _S3A,
-    "s3a": _S3A,
-}
-"""URL scheme to the connector that Spark needs to write to it."""
+OCI = Connector(
+    "com.oracle.oci.sdk:oci-hdfs-connector:3.3.4.1.5.0",
+    "Set what it needs when Spark is started: spark.hadoop.fs.oci.client.*.",
+)
+OSS = Connector(
+    "org.apache.hadoop:hadoop-aliyun:{hadoop}",
+    "Set what it needs when Spark is started: spark.hadoop.fs.oss.endpoint, "
+    "spark.hadoop.fs.oss.accessKeyId and spark.hadoop.fs.oss.accessKeySecret.",
+)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 
-from hvd_estimators._util.install_hints import CONNECTORS
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
-from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.registry import facts, scheme_of
 from hvd_estimators.store.storage_errors import Kind, kind_of, kind_of_text, text_of, typed_error
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
         if _knows(jvm, scheme_of(url), configuration):
             return url
     schemes = [scheme_of(url) for url in urls]
-    connector = next((CONNECTORS[scheme] for scheme in schemes if scheme in CONNECTORS), None)
+    connector = next(filter(None, (facts(url).connector for url in urls)), None)
     remedy = (
         f"Add the package that has it to Spark, for all of {schemes}."
         if connector is None
@@ -143,7 +142,7 @@ def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:
 
 def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
     message = redacted(text_of(error), store.secrets)
-    connector = CONNECTORS.get(scheme_of(url))
+    connector = facts(url).connector
     if any(name in message for name in ("NoClassDefFound", "ClassNotFound", "NoSuchMethodError")):
         version = str(jvm.org.apache.hadoop.util.VersionInfo.getVersion())
         remedy = connector.remedy(version) if connector else "Add the packages that it lacks."
@@ -179,7 +178,7 @@ def storage_errors(store: Store, url: str) -> Iterator[None]:
         if found is None:
             raise
         message = redacted(found[1].replace("\n", " ")[:_MESSAGE_CHARS], store.secrets)
-        connector = CONNECTORS.get(scheme_of(url))
+        connector = facts(url).connector
         settings = f" {connector.settings}" if connector else ""
         what = f"store: Spark failed while it wrote training data to {url!r}"
         remedy = "Check that there is enough space, and that credentials are valid until the end."

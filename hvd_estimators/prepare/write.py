@@ -27,7 +27,7 @@ from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
 from hvd_estimators.prepare.schema import StoredColumn, inner_lengths, numbered, unused_name
 from hvd_estimators.store import Store
-from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.registry import facts
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,6 @@ _SIDES = 3
 """Number of values of that column, including null."""
 
 _EMPTY = "The DataFrame is empty: there are no rows to train on."
-
-_COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", "obs"})
-"""Schemes of object stores on which Hadoop renames a file by copying it."""
 
 _KEY_SEEDS = 2**32
 """Separates the seeds of keys from a split's seeds, to which Spark adds the partition's number."""
@@ -187,7 +184,7 @@ def write_dataset(
         frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
         writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
         url = spark_url(df.sparkSession, store, path)
-        if shuffle is not None and scheme_of(url) in _COPYING:
+        if shuffle is not None and facts(url).renames_by_copy:
             # Tasks move their files into place, and the driver does not move each file a second
             # time. With this algorithm, files of a failed job can be visible, but the manifest
             # covers that. A task that runs again reads the shuffled rows, and so overwrites the

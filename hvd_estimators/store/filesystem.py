@@ -17,26 +17,14 @@ from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.temp_files import folder_prefix
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.registry import SCHEMES, facts, scheme_of
 from hvd_estimators.store.retries import typed_errors
-
-_PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
-    "oci": "ocifs",
-    "oss": "ossfs",
-}
-"""Package that provides the filesystem of each scheme."""
 
 _AZURE = ("abfs", "abfss", "az")
 
 _AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
 
 _ACCOUNT = re.compile(r"(?:abfss?|az)://[^/@]+@([^/]+)")
-
-_OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
-"""Object stores have no directories; creating one with s3fs would create the bucket."""
 
 
 class FilesystemStore(Store):
@@ -75,8 +63,8 @@ class FilesystemStore(Store):
         except ImportError as error:
             raise _not_installed(path, error) from error
         except ValueError as error:
-            package = _PACKAGES.get(scheme_of(path))
-            if package is not None and importlib.util.find_spec(package) is None:
+            package = facts(path).client
+            if package and importlib.util.find_spec(package) is None:
                 raise _not_installed(path, error) from error
             raise ParamError(f"The store cannot open {path!r}: {error}.") from error
         account = _ACCOUNT.match(path)
@@ -133,7 +121,7 @@ class FilesystemStore(Store):
     def _takes_suffixes(self) -> bool:
         protocols = self.fs.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
-        return bool(names & {"s3", "s3a", "gs", "gcs", "memory"})
+        return any(SCHEMES[name].reads_ends for name in names & SCHEMES.keys())
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
@@ -165,12 +153,12 @@ class FilesystemStore(Store):
         self.fs.put_file(local, path)
 
     def _make_parent(self, path: str) -> None:
-        if scheme_of(path) not in _OBJECT_STORES:
+        if not facts(path).is_object_store:
             self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def delete_empty(self, path: str) -> None:
         """Delete a directory if it is empty; do nothing on object stores, which have none."""
-        if scheme_of(path) not in _OBJECT_STORES:
+        if not facts(path).is_object_store:
             super().delete_empty(path)
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -237,7 +225,7 @@ class FilesystemStore(Store):
 
 
 def _not_installed(path: str, error: Exception) -> DependencyError:
-    package = _PACKAGES.get(scheme_of(path), "")
+    package = facts(path).client
     remedy = INSTALL.get(package, "Install that package")
     run = f"Run: {remedy}" if package in INSTALL else remedy
     return DependencyError(

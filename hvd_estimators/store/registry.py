@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
+from hvd_estimators._util.install_hints import AZURE, GCS, OCI, OSS, S3A, Connector
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.redaction import redacted
 
@@ -14,16 +16,62 @@ _LOCAL = "hvd_estimators.store.local:LocalStore"
 _FILESYSTEM = "hvd_estimators.store.filesystem:FilesystemStore"
 _HDFS = "hvd_estimators.store.hdfs:HDFSStore"
 
-# Names instead of classes, so that a store's module is imported only on demand. The schemes are
-# those that both fsspec and Spark support. "memory" is local to one process, so training on it is
-# rejected later.
-_stores: dict[str, type[Any] | str] = {
-    "": _LOCAL,
-    "file": _LOCAL,
-    **dict.fromkeys(("hdfs", "viewfs"), _HDFS),
-    **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss"), _FILESYSTEM),
-    **dict.fromkeys(("s3", "s3a"), _FILESYSTEM),
+
+@dataclass(frozen=True)
+class Scheme:
+    """What Python and Spark need for URLs of a scheme.
+
+    Attributes
+    ----------
+    store : str
+        Location of the store's class: its module is imported on demand.
+    client : str
+        Package of the filesystem, for an object store. Empty for others.
+    connector : Connector or None
+        Spark's connector.
+    renames_by_copy : bool
+        Whether Hadoop renames a file by copying it.
+    reads_ends : bool
+        Whether a request can ask for the last bytes of a file.
+    """
+
+    store: str = _FILESYSTEM
+    client: str = ""
+    connector: Connector | None = None
+    renames_by_copy: bool = False
+    reads_ends: bool = False
+
+    @property
+    def is_object_store(self) -> bool:
+        """True for a store without folders, on which making one may make a bucket."""
+        return bool(self.client)
+
+
+_S3 = Scheme(client="s3fs", connector=S3A, renames_by_copy=True, reads_ends=True)
+_AZURE = Scheme(client="adlfs", connector=AZURE)
+
+SCHEMES = {
+    "": Scheme(_LOCAL),
+    "file": Scheme(_LOCAL),
+    "hdfs": Scheme(_HDFS),
+    "viewfs": Scheme(_HDFS),
+    "s3": _S3,
+    "s3a": _S3,
+    "gs": Scheme(client="gcsfs", connector=GCS, renames_by_copy=True, reads_ends=True),
+    "gcs": Scheme(client="gcsfs", reads_ends=True),
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "az": Scheme(client="adlfs"),
+    "oci": Scheme(client="ocifs", connector=OCI),
+    "oss": Scheme(client="ossfs", connector=OSS, renames_by_copy=True),
+    # Local to one process, so training on it is rejected later.
+    "memory": Scheme(reads_ends=True),
 }
+"""The schemes that both fsspec and Spark know."""
+
+_OTHER = Scheme()
+
+_stores: dict[str, type[Any] | str] = {name: scheme.store for name, scheme in SCHEMES.items()}
 
 _databricks: dict[str, type[Any] | str] = {
     "dbfs": "hvd_estimators.store.local:DBFSLocalStore",
@@ -93,6 +141,11 @@ def scheme_of(path: str) -> str:
     """
     match = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+)(?:::|:/)", path)
     return match[1].lower() if match else ""
+
+
+def facts(path: str) -> Scheme:
+    """Return what is known about the scheme of a path."""
+    return SCHEMES.get(scheme_of(path), _OTHER)
 
 
 def store_class(path: str) -> type[Any]:

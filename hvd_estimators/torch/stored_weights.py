@@ -330,16 +330,19 @@ def made_without_weights(
             "the function returns a module of torch.compile. Let it return the plain module.",
             param="init_weights",
         )
-    found = _in_files(module, reader)
+    found, _ = _in_files(module, reader)
     with without_weights([id(parameter) in found for parameter in made]):
         module = make(**arguments)
-    names = {name: stored.name for name, stored in _in_files(module, reader).values()}
+    found, within = _in_files(module, reader)
+    names = {name: stored.name for name, stored in found.values()}
     set_stored_weights(module, replace(weights, names=names, is_base=is_base))
-    _check_lacking(module, reader, names)
+    _check_lacking(module, reader, names, within)
     return module
 
 
-def _check_lacking(module: torch.nn.Module, reader: TensorReader, names: Mapping[str, str]) -> None:
+def _check_lacking(
+    module: torch.nn.Module, reader: TensorReader, names: Mapping[str, str], within: str
+) -> None:
     """Check the parameters that files lack, and name them in a warning.
 
     Raises
@@ -355,7 +358,8 @@ def _check_lacking(module: torch.nn.Module, reader: TensorReader, names: Mapping
                 f"model: the parameter {name!r} is not in the files of init_weights, and the "
                 "function does not make it where a layer registers it. Add it to the files."
             )
-        alike = [n for n in unused if n.partition(".")[0] == _of_base(name).partition(".")[0]]
+        first = _of_base(name.removeprefix(within)).partition(".")[0]
+        alike = [n for n in unused if n.partition(".")[0] == first]
         if alike:
             raise ParamError(
                 f"the files have {min(alike)!r}, which the model lacks, and not {name!r}. Some "
@@ -422,14 +426,47 @@ def _patched(chosen: Sequence[bool] | None) -> Iterator[list[torch.nn.Parameter]
         kind.register_parameter, kind.to = register, move
 
 
-def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[str, StoredTensor]]:
-    """Return the parameters and buffers that files have, by id, with their names.
+def _in_files(
+    module: torch.nn.Module, reader: TensorReader
+) -> tuple[dict[int, tuple[str, StoredTensor]], str]:
+    """Find the parameters and buffers that files have.
+
+    Returns
+    -------
+    dict
+        Name and stored tensor of each, by id.
+    str
+        The child that the files are of, with a dot, such as the network of a LightningModule. Empty
+        if they are of the module itself.
 
     Raises
     ------
     ParamError
         If there are none, or if one has another shape.
     """
+    roots = [("", module)]
+    children = [(f"{name}.", child) for name, child in module.named_children()]
+    for among in (roots, children):
+        found, within = max(
+            ((_matches(root, reader, within), within) for within, root in among),
+            key=lambda each: len(each[0]),
+            default=({}, ""),
+        )
+        if found:
+            return found, within
+    ours = next((name for name, _ in module.named_parameters()), "")
+    theirs = next(iter(reader.names()), "")
+    raise ParamError(
+        f"none of the model's parameters, such as {ours!r}, is in the files, which have "
+        f"{theirs!r}. Set the files of this model.",
+        param="init_weights",
+    )
+
+
+def _matches(
+    module: torch.nn.Module, reader: TensorReader, within: str
+) -> dict[int, tuple[str, StoredTensor]]:
+    """Return what files have of a module, see `_in_files`."""
     found: dict[int, tuple[str, StoredTensor]] = {}
     prefix = getattr(module, "base_model_prefix", "")
     buffers = module.named_buffers(remove_duplicate=False)
@@ -438,19 +475,11 @@ def _in_files(module: torch.nn.Module, reader: TensorReader) -> dict[int, tuple[
         # Hugging Face's models may be saved with a head, and loaded without one, or reversely.
         for given in (name, base, f"{prefix}.{base}", base.removeprefix(f"{prefix}.")):
             if given in reader and id(tensor) not in found:
-                stored = found.setdefault(id(tensor), (name, reader.stored(given)))[1]
+                stored = found.setdefault(id(tensor), (within + name, reader.stored(given)))[1]
                 if stored.shape != tuple(tensor.shape):
                     raise ParamError(
-                        f"{given!r} has shape {stored.shape} in the files, and {name!r} "
+                        f"{given!r} has shape {stored.shape} in the files, and {within + name!r} "
                         f"{tuple(tensor.shape)} in the model. Set the files of this model.",
                         param="init_weights",
                     )
-    if not found:
-        ours = next((name for name, _ in module.named_parameters()), "")
-        theirs = next(iter(reader.names()), "")
-        raise ParamError(
-            f"none of the model's parameters, such as {ours!r}, is in the files, which have "
-            f"{theirs!r}. Set the files of this model.",
-            param="init_weights",
-        )
     return found

@@ -105,6 +105,31 @@ def test_lacking_weights_are_told_and_renamed_ones_are_an_error(
         make(path, Renamed)
 
 
+def test_the_network_within_a_module_gets_the_weights_of_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrapper(torch.nn.Module):
+        """Module with a network, as LightningModules are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Linear(2, 2)
+            self.network = Net()
+
+    net = trained()
+    module = make(save(tmp_path / "base", net, without="head"), Wrapper)
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    load_weights(module)
+    for name, expected in net.state_dict().items():
+        if not name.startswith("head"):
+            found = module.state_dict()[f"network.{name}"]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert caplog.messages == [
+        "The files of init_weights lack parameters, which keep the function's values: "
+        "scale.weight, scale.bias, network.head.weight, network.head.bias."
+    ]
+
+
 def test_a_body_is_loaded_into_a_model_with_a_head_and_reversely(tmp_path: Path) -> None:
     class Body(torch.nn.Module):
         base_model_prefix = "body"
