@@ -19,7 +19,7 @@ _HDFS = "hvd_estimators.store.hdfs:HDFSStore"
 
 @dataclass(frozen=True)
 class Scheme:
-    """What Python and Spark need for URLs of a scheme.
+    """Facts about URLs of a scheme, for Python and Spark.
 
     Attributes
     ----------
