@@ -144,7 +144,7 @@ def scheme_of(path: str) -> str:
 
 
 def facts(path: str) -> Scheme:
-    """Return what is known about the scheme of a path."""
+    """Return the facts about the scheme of a path."""
     return SCHEMES.get(scheme_of(path), _OTHER)
 
 

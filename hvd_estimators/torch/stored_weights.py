@@ -466,7 +466,7 @@ def _in_files(
 def _matches(
     module: torch.nn.Module, reader: TensorReader, within: str
 ) -> dict[int, tuple[str, StoredTensor]]:
-    """Return what files have of a module, see `_in_files`."""
+    """Return the tensors of a module that files have, see `_in_files`."""
     found: dict[int, tuple[str, StoredTensor]] = {}
     prefix = getattr(module, "base_model_prefix", "")
     buffers = module.named_buffers(remove_duplicate=False)
