@@ -215,7 +215,8 @@ def test_other_ranks_fail_soon_and_name_a_killed_rank(kind: str, tmp_path: Path)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(WorkerFailedError, match=r"Rank 1 on .* was killed") as raised:
         LocalBackend(RANKS).run(reduce_until_killed, (kind, str(tmp_path)))
-    assert time.time() - float((tmp_path / "killed at").read_text()) < 10
+    # Ranks that hang would take a minute.
+    assert time.time() - float((tmp_path / "killed at").read_text()) < 30
     assert (raised.value.rank, raised.value.cause) == (1, "killed")
     assert "failed after it" in str(raised.value)
     assert not set(psutil.Process().children(recursive=True)) - before
