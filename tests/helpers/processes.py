@@ -1,10 +1,12 @@
-"""Helpers for tests of processes: wait for a condition, and look at processes."""
+"""Helpers for tests of processes and threads: start them, wait for them and look at them."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,20 @@ def wait_until(condition: Callable[[], Any], seconds: float | None = None) -> No
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call a function in a daemon thread, and return its result as a future."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 def ended(pid: int) -> bool:

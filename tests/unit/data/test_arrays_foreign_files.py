@@ -220,20 +220,6 @@ def test_bytes_of_equal_length_become_arrays(folder, data_type):
     check(load_one(folder, rows, row_group_size=3), IMAGES)
 
 
-@pytest.mark.parametrize("data_type", BYTE_TYPES, ids=str)
-@pytest.mark.parametrize("rows", [slice(None), slice(1, 3), slice(2, 2)])
-def test_bytes_of_a_slice_or_of_several_chunks(data_type, rows):
-    chunk = pa.array([image.tobytes() for image in IMAGES], data_type)
-    start, stop, _ = rows.indices(4)
-    piece = chunk.slice(start, stop - start)
-    spec = ColumnSpec("c", "array", "uint8", (6,))
-
-    for chunks in ([piece], [piece, piece]):
-        table = pa.table({"c": pa.chunked_array(chunks, data_type)})
-        expected = np.concatenate([IMAGES[rows]] * len(chunks))
-        check(table_to_columns(table, [spec])["c"], expected)
-
-
 def test_polars_and_duckdb_bytes(folder):
     images = [image.tobytes() for image in IMAGES]
     pl.DataFrame({"x": images}).write_parquet(folder / "polars.parquet")
@@ -306,14 +292,16 @@ def test_arrays_of_any_shape_in_any_lists_survive_slices_and_chunks(
     check(found, np.concatenate([values] * chunks)[start:stop])
 
 
-@given(st.lists(st.binary(min_size=3, max_size=3)), st.integers(0, 5), st.booleans())
-def test_bytes_agree_with_numpy(rows, start, fixed):
-    column = pa.array(rows, pa.binary(3) if fixed else pa.binary())
-    spec = ColumnSpec("c", "array", "uint8", (3,))
-
+@pytest.mark.parametrize("data_type", BYTE_TYPES, ids=str)
+@given(data=st.data(), start=st.integers(0, 9), chunks=st.integers(1, 3))
+def test_bytes_of_any_slice_and_chunks_agree_with_numpy(data_type, data, start, chunks):
+    width = 6  # that of the fixed type
+    rows = data.draw(st.lists(st.binary(min_size=width, max_size=width)))
+    column = pa.chunked_array([pa.array(rows, data_type)] * chunks, data_type)
+    spec = ColumnSpec("c", "array", "uint8", (width,))
     found = table_to_columns(pa.table({"c": column}).slice(start), [spec])["c"]
-
-    check(found, np.frombuffer(b"".join(rows[start:]), np.uint8).reshape(-1, 3))
+    expected = np.frombuffer(b"".join((rows * chunks)[start:]), np.uint8)
+    check(found, expected.reshape(-1, width))
 
 
 @pytest.mark.parametrize(

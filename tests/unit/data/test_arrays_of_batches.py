@@ -171,18 +171,6 @@ def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
     return found["x"], valid
 
 
-@pytest.mark.parametrize("shape", [(3,), (1,), (2, 3), (2, 1, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_arrays_of_rows_are_stacked(shape: tuple[int, ...], dtype: str) -> None:
-    rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
-    data_type = pa.from_numpy_dtype(rows.dtype)
-    for _ in shape:
-        data_type = pa.list_(data_type)
-    found, valid = arrays(pa.array(rows.tolist(), data_type))
-    assert (found.dtype, valid) == (dtype, None)
-    np.testing.assert_array_equal(found, rows)
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -52,40 +52,12 @@ def test_row_groups_follow_the_order_of_file_names(store, folder):
     assert placed(split) == [(first, 0, 2), (first, 1, 2), (first, 2, 1), (second, 0, 2)]
 
 
-def test_pandas_files_are_described(store, folder):
-    columns = {"x": [1.0, 2.0, 3.0], "y": np.array([1, 2, 3], np.int16)}
-    frame = pd.DataFrame(columns, index=[7, 8, 9])
-    frame.to_parquet(folder / "frame.parquet")
-
-    found = manifest(store, folder, "y", "x")
-
-    assert found.columns == (ColumnSpec("y", "scalar", "int16"), X)
-    assert found.train.rows == 3
-
-
-@pytest.mark.parametrize("name", ["_SUCCESS", "._SUCCESS.crc", "_manifest.json", ".hidden", "_t/a"])
-def test_hidden_files_and_markers_are_ignored(store, folder, name):
-    write(folder / "a.parquet", x=[1.0])
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_bytes(b"not Parquet")
-
-    assert read_split(store, str(folder), [X])[0].rows == 1
-
-
 def test_hidden_parent_folders_hide_nothing(tmp_path):
     folder = tmp_path / ".cache" / "_data"
     folder.mkdir(parents=True)
     write(folder / "a.parquet", x=[1.0])
 
     assert read_split(LocalStore(str(tmp_path)), str(folder), [X])[0].rows == 1
-
-
-def test_files_in_subfolders_are_found(store, folder):
-    (folder / "2024").mkdir()
-    write(folder / "2024" / "a.parquet", x=[1.0])
-    write(folder / "b.parquet", x=[2.0])
-
-    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_a_single_file_is_a_dataset(store, folder):
@@ -103,57 +75,6 @@ def test_paths_may_have_special_characters_of_urls_and_globs(tmp_path, name):
     found = manifest(LocalStore(str(tmp_path)), folder, "x")
 
     assert placed(found.train) == [(str(folder / "part #1?.parquet"), 0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("values", "data_type", "expected"),
-    [
-        ([1, 2], pa.int8(), ColumnSpec("c", "scalar", "int8")),
-        ([1, 2], pa.int16(), ColumnSpec("c", "scalar", "int16")),
-        ([1, 2], pa.int32(), ColumnSpec("c", "scalar", "int32")),
-        ([1, 2], pa.uint8(), ColumnSpec("c", "scalar", "uint8")),
-        ([1, 2], pa.float32(), ColumnSpec("c", "scalar", "float32")),
-        ([True, False], pa.bool_(), ColumnSpec("c", "scalar", "bool")),
-        ([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int64()), ColumnSpec("c", "array", "int64", (3,))),
-        (
-            [[1.0], [2.0]],
-            pa.list_(pa.float32(), 1),
-            ColumnSpec("c", "array", "float32", (1,)),
-        ),
-        (
-            [[[True, False]], [[True, True]]],
-            pa.large_list(pa.list_(pa.bool_())),
-            ColumnSpec("c", "array", "bool", (1, 2)),
-        ),
-    ],
-)
-def test_types_and_shapes_are_read_from_schema_and_first_row(
-    store, folder, values, data_type, expected
-):
-    write(folder / "a.parquet", c=pa.array(values, data_type))
-
-    found = manifest(store, folder, "c")
-
-    assert found.columns == (expected,)
-    (array,) = first_rows(store, found, 5).values()
-    assert array.dtype == expected.dtype
-    np.testing.assert_array_equal(array, values)
-
-
-def test_columns_with_a_dot_in_their_name_are_found(store, folder):
-    write(folder / "a.parquet", **{"a.b": [1.0, 2.0], "a": [3.0, 4.0], "a.c": [[1], [2]]})
-
-    found = manifest(store, folder, "a.b", "a.c")
-
-    assert [column.name for column in found.columns] == ["a.b", "a.c"]
-    np.testing.assert_array_equal(first_rows(store, found, 5)["a.b"], [1.0, 2.0])
-
-
-def test_nulls_in_other_columns_do_not_matter(store, folder):
-    """The other columns have a name with the same start, or are not needed."""
-    write(folder / "a.parquet", **{"x": [1.0, 2.0], "x.y": [1.0, None], "xs": [None, 1.0]})
-
-    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_first_rows_come_only_from_the_first_row_group(store, folder):
@@ -176,13 +97,6 @@ def test_validation_files_are_described_with_the_training_files(store, folder, t
     assert manifest(store, folder, "x").validation is None
 
 
-def test_files_without_rows_are_skipped(store, folder):
-    write(folder / "a.parquet", x=pa.array([], pa.float64()))
-    write(folder / "b.parquet", x=[1.0])
-
-    assert placed(read_split(store, str(folder), [X])[0]) == [(str(folder / "b.parquet"), 0, 1)]
-
-
 def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
     write(folder / "a.parquet", x=[1.0], y=[2.0])
 
@@ -196,25 +110,6 @@ def test_errors_name_files_that_lack_a_column(store, folder):
 
     with pytest.raises(ColumnError, match=r"b\.parquet' has no column 'x'"):
         manifest(store, folder, "x")
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        pa.array(["a"]),
-        pa.array([["a"]]),
-        pa.array([{"a": 1}]),
-        pa.array([0], pa.date32()),
-        pa.array([0], pa.timestamp("us")),
-    ],
-    ids=["string", "strings", "struct", "date", "timestamp"],
-)
-def test_errors_about_non_numeric_columns_name_the_type(store, folder, values):
-    write(folder / "a.parquet", c=values)
-
-    kind = str(values.type).split("<")[0].split("[")[0]
-    with pytest.raises(ColumnError, match=rf"'c' has type {kind}.*expected a number"):
-        manifest(store, folder, "c")
 
 
 @pytest.mark.parametrize("values", [[1.0, None], [[1.0], None], [[1.0], [None]]])
@@ -234,13 +129,6 @@ def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place)
 
     with pytest.raises(DataError, match="'x' holds 1 null"):
         read_split(store, str(folder), [X])[0]
-
-
-def test_a_dataset_without_rows_is_an_error(store, folder):
-    write(folder / "a.parquet", x=pa.array([], pa.float64()))
-
-    with pytest.raises(DataError, match="hold no rows"):
-        manifest(store, folder, "x")
 
 
 @pytest.mark.timeout(30)

@@ -14,7 +14,6 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
-from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.store import FilesystemStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -104,15 +103,6 @@ def test_rows_are_read_once_per_pass_of_training_and_validation(store, manifest,
         assert sorted(ids) == sorted([*range(DAYS * ROWS)] * 2)
         assert (rows["pair"] == np.stack([ids, -ids], 1)).all()
         assert (rows["_day"] == ids // ROWS + 0.5).all()
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_rows_are_transformed(store, manifest, reader):
-    def double(row):
-        return {**row, "id": 2 * row["id"]}
-
-    with opened(reader, store, manifest, transformation=Transformation(double)) as rows:
-        assert sorted(rows["id"]) == sorted([*range(0, 2 * DAYS * ROWS, 2)] * 2)
 
 
 def test_errors_name_non_parquet_files_and_paths_without_files(store):

@@ -36,11 +36,10 @@ with contextlib.suppress(ImportError):  # it cannot be installed with today's Py
 FILES, GROUPS, ROWS = 3, 4, 50
 """Number of files, of row groups per file, and of rows per row group."""
 
-SMALL, NEAR, FAR_APART = 8, 400, 2 * remote_reads.HOLE_BYTES // ROWS
+SMALL, NEAR = 8, 400
 """Bytes per row between two columns.
 
-With few, the whole file lies in its end, which is fetched for the footer. With many, both columns
-are not fetched in one request.
+With few, the whole file lies in its end, which is fetched for the footer.
 """
 
 
@@ -99,48 +98,6 @@ def manifest(counted):
 )
 def test_adjacent_ranges_are_fetched_together(ranges, hole, runs):
     assert joined(ranges, hole) == runs
-
-
-WAYS = list(itertools.product(READERS, ["thread", "dummy"], [NEAR, FAR_APART]))
-
-
-@pytest.mark.parametrize(("reader", "pool", "between"), WAYS)
-def test_requests_per_row_group_and_file(counted, manifest, reader, pool, between):
-    """One per adjacent columns of a row group, one per file; over all epochs, with validation."""
-    store, requests = counted
-    epochs = 2
-    plan = plan_shards(manifest.train.row_groups, 1)
-    with READERS[reader](
-        train_dir=manifest.train.path,
-        val_dir=manifest.train.path,
-        columns=manifest.columns,
-        train_plan=plan,
-        val_plan=plan,
-        train_batch_size=ROWS,
-        val_batch_size=ROWS,
-        val_reader_worker_count=1,
-        reader_pool_type=pool,
-        store=store,
-    ) as module:
-        groups = manifest.train.row_groups
-        for _ in range(epochs):
-            groups_of_ranges = [(RangeRead(part),) for part in plan.shards[0]]
-            parts = list(module.read(iter([groups_of_ranges]), 2))
-            ids = np.concatenate([part["id"] for part in parts])
-            assert ids.tolist() == list(range(len(groups) * ROWS))
-            assert sum(len(batch["id"]) for batch in module.val_data()) == len(groups) * ROWS
-    found = requests.take()
-    runs = 1 if between == NEAR else 2
-    footers = [name for name, start, _ in found if start < 0]
-    assert sorted(footers) == [f"{number}.parquet" for number in range(FILES)]
-    chunks = [size for _, start, size in found if start >= 0]
-    assert len(chunks) == 2 * epochs * len(groups) * runs
-    stored = [(parquet.read_metadata(store.local(g.file)), g.index) for g in groups]
-    columns = [footer.row_group(index).column(i) for footer, index in stored for i in range(3)]
-    wanted = [c for c in columns if runs == 1 or c.path_in_schema != "between"]
-    # PyArrow writes some extra bytes after each chunk.
-    size = 2 * epochs * sum(c.total_compressed_size for c in wanted)
-    assert size <= sum(chunks) <= size + 2 * epochs * len(groups) * 2 * 100
 
 
 @pytest.mark.parametrize("between", [SMALL])
@@ -285,30 +242,6 @@ def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_siz
         -(-(stop - start) // size) for (start, stop), size in zip(chunks, expected, strict=True)
     )
     assert max(held) <= share + 2 * sum(expected)
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_failed_requests_raise_in_the_reader(counted, manifest, reader, monkeypatch):
-    store, _ = counted
-    read = type(store).read_ranges
-
-    def fail(store, path, ranges):
-        if path.endswith("1.parquet") and ranges[0][0] >= 0:
-            raise OSError("the store is gone")
-        return read(store, path, ranges)
-
-    monkeypatch.setattr(type(store), "read_ranges", fail)
-    with (
-        READERS[reader](
-            train_dir=manifest.train.path,
-            val_dir=None,
-            columns=manifest.columns,
-            train_plan=plan_shards(manifest.train.row_groups, 1),
-            store=store,
-        ) as module,
-        pytest.raises(OSError, match="the store is gone"),
-    ):
-        list(itertools.islice(module.train_data(), FILES * GROUPS * ROWS))
 
 
 def test_truncated_files_are_reported(counted, manifest):

@@ -1,7 +1,6 @@
 """Params of the torch estimator and model that need no Spark session."""
 
 import inspect
-import re
 import sys
 
 import pytest
@@ -143,18 +142,6 @@ def test_accessors_of_horovod_spark_exist():
     assert TorchEstimator().getShuffleBufferSize() is None
     assert TorchEstimator().getDataModule() is None
     assert TorchModel(label_columns=["y"]).getLabelColoumns() == ["y"]
-
-
-@pytest.mark.parametrize(
-    ("cls", "own", "inherited"),
-    [(TorchEstimator, "input_shapes", "batch_size"), (TorchModel, "optimizer", "label_columns")],
-)
-def test_signature_and_docstring_list_own_and_inherited_params(cls, own, inherited):
-    parameters = inspect.signature(cls).parameters
-
-    assert {own, inherited} <= set(parameters)
-    assert set(parameters) == {param.name for param in cls().params}
-    assert re.search(rf"\n{own} : [\w.\[\]]+, default None\n", inspect.getdoc(cls))
 
 
 def test_output_columns_are_named_after_labels_by_default():

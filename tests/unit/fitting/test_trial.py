@@ -219,6 +219,8 @@ def test_dry_runs_have_no_side_effects(capsys: Any) -> None:
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     assert torch.equal(torch.get_rng_state(), before[2])
     assert module.calls == light.net.calls == 0
+    assert module.training
+    assert all(parameter.grad is None for parameter in module.parameters())
     assert float(layer.calls) == 0
     assert trial.output_shapes == [(1,)]
 

@@ -87,6 +87,9 @@ def test_unknown_shapes_must_be_set() -> None:
     for params in ({}, odd, {"transformation_fn": np.copy, "_metadata": {"x": entry("int8", 6)}}):
         with pytest.raises(ParamError, match="Set output_shapes"):
             LightningModel(**given, **params)._output_shapes_on(None)
+    plain = LightningModel(**{**given, "model": torch.nn.Linear(2, 1)}, use_predict_step=True)
+    with pytest.raises(ParamError, match="not a LightningModule"):
+        plain._make_predictor()
     # Set shapes are used if the shapes are unknown.
     shaped = LightningModel(**given, **odd, output_shapes=[[3, 2], []])
     assert shaped._output_shapes_on(None) == [(3, 2), ()]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.data.manifest import RowGroup, RowRange
+from hvd_estimators.data.manifest import RowGroup
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, BatchSizes, plan_shards
 
@@ -64,23 +64,6 @@ def test_ranges_are_not_empty_and_stay_within_their_row_group(layout, num_shards
         assert 0 <= row_range.start < row_range.stop <= rows[row_range.file, row_range.row_group]
 
 
-def test_adjacent_ranks_share_the_row_group_at_their_boundary():
-    groups = [RowGroup("a", 0, 3), RowGroup("a", 1, 4), RowGroup("b", 0, 3)]
-
-    plan = plan_shards(groups, 2)
-
-    assert plan.shards == (
-        (RowRange("a", 0, 0, 3), RowRange("a", 1, 0, 2)),
-        (RowRange("a", 1, 2, 4), RowRange("b", 0, 0, 3)),
-    )
-
-
-def test_a_row_group_can_be_split_over_several_ranks():
-    plan = plan_shards([RowGroup("a", 0, 9)], 3)
-
-    assert [shard[0].rows for shard in plan.shards] == [3, 3, 3]
-
-
 @pytest.mark.parametrize(("rows", "num_shards"), [(0, 1), (1, 2), (3, 4)])
 def test_the_error_for_too_few_rows_suggests_a_number_of_ranks(rows, num_shards):
     groups = [RowGroup("a", 0, rows)] if rows else []
@@ -131,21 +114,6 @@ def test_no_batch_is_empty_if_there_is_a_row_per_step(rows, batch_size, data):
     assert min(BatchSizes([rows], steps, batch_size)) >= 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "steps", "batch_size", "expected"),
-    [
-        (10, 3, 4, [4, 4, 2]),
-        (9, 3, 4, [4, 4, 1]),
-        (8, 3, 4, [4, 3, 1]),  # the other rank has 9 rows
-        (2, 3, 1, [1, 1, 0]),
-        (0, 2, 4, [0, 0]),
-        (0, 0, 4, []),
-    ],
-)
-def test_batch_sizes_of_small_cases(rows, steps, batch_size, expected):
-    assert list(BatchSizes([rows], steps, batch_size)) == expected
-
-
 @pytest.mark.parametrize("num_shards", range(1, 6))
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
 def test_all_ranks_take_equally_many_steps_and_see_every_row_together(num_shards, batch_size):
@@ -182,14 +150,6 @@ def test_no_batch_has_one_row_if_each_step_of_a_shard_can_have_two(num_shards, b
                 # Full batches, all rows that are left but two, and two.
                 assert sizes[:-2] == [batch_size] * max(steps - 2, 0) or batch_size == 3
                 assert min(sizes) == sizes[-1] == 2
-
-
-def test_the_last_batches_of_34_rows_on_two_ranks_have_15_and_2_rows():
-    plan = replace(plan_shards([RowGroup("a", 0, 34)], 2), min_batch_rows=2)
-
-    assert [list(plan.batch_sizes([shard], 16)) for shard in (0, 1)] == [[15, 2], [15, 2]]
-    # One rank that runs both shards sees the same batches.
-    assert list(plan.global_batch_sizes(16)) == [30, 4]
 
 
 @given(LAYOUTS, st.integers(1, 9), st.integers(0, 99))

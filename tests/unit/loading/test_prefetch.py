@@ -2,28 +2,14 @@
 
 import sys
 import threading
-from concurrent.futures import Future
 from functools import partial
 
 import pytest
+from processes import in_thread
 
 from hvd_estimators.loading.interleave import Prefetch
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def in_thread(function):
-    """Call a function in a daemon thread, and return its result as a future."""
-    future = Future()
-
-    def call():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
 
 
 def test_a_prefetcher_closed_by_another_thread_ends_its_consumer():

@@ -268,18 +268,6 @@ def test_processes_collate_in_order_and_with_the_same_random_numbers(texts: Any)
     ]
 
 
-def test_a_resumed_run_begins_with_the_batches_that_are_left(texts: Any) -> None:
-    folder, _ = texts
-    options = {"train_batch_size": 4, "total_train_steps": 30}
-    (whole,), (resumed,) = (
-        open_shards(folder, ["id"], 1, skip_train_steps=skip, **options) for skip in (0, 17)
-    )
-    with whole, resumed:
-        given = [b.value[0].tolist() for b in itertools.islice(whole.train_chunks(), 30)]
-        left = [b.value[0].tolist() for b in itertools.islice(resumed.train_chunks(), 13)]
-    assert left == given[17:]
-
-
 def test_a_rank_with_fewer_shards_gets_batches_without_rows(texts: Any) -> None:
     folder, _ = texts
     modules = open_shards(folder, ["id"], 3, train_batch_size=4)

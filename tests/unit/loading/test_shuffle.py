@@ -74,29 +74,6 @@ def test_shuffled_batches_hold_every_row_once_with_columns_aligned(lengths, buff
     assert_aligned(batches)
 
 
-@pytest.mark.parametrize("buffer", [16, 10_000])
-def test_the_generators_seed_determines_the_order(monkeypatch, buffer):
-    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-
-    def order(seed):
-        rng = np.random.default_rng(seed)
-        return delivered(cut_batches(make_parts([40] * 5), [20] * 10, rng)).tolist()
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-
-
-def test_a_large_buffer_destroys_the_stored_order():
-    rows = 20_000
-
-    batches = cut_batches(make_parts([1000] * 20), [100] * 200, np.random.default_rng(0))
-
-    # The numbers are ranks, so this is Spearman's correlation; its standard deviation over
-    # random permutations is 1 / sqrt(rows - 1), 0.007.
-    correlation = np.corrcoef(delivered(batches), np.arange(rows))[0, 1]
-    assert abs(correlation) < 5 / np.sqrt(rows - 1)
-
-
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_small_buffer_bounds_the_held_rows_and_mixes_all_rows(monkeypatch, passes):
     part, buffer, rows = 50, 300, 2000

@@ -347,18 +347,6 @@ FIT: dict[str, Wrong] = {
         "path",
         "or several as a list",
     ),
-    "fit_on_parquet: two filesystems": (
-        lambda c: c.torch().fit_on_parquet(["/data", "memory://rows"]),
-        ParamError,
-        "path",
-        "Copy the files to one filesystem",
-    ),
-    "fit_on_parquet: secrets": (
-        lambda c: c.torch().fit_on_parquet("s3://key:secret@bucket/rows"),
-        ParamError,
-        "path",
-        "Set them as storage_options",
-    ),
     "fit_on_parquet: an index and a path": (
         lambda c: c.torch().fit_on_parquet("/data", "index"),
         ParamError,

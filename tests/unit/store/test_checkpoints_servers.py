@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import subprocess
 import sys
 import textwrap
@@ -13,10 +12,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from saved_checkpoints import epochs_in, restored, save
 
-from hvd_estimators import Store, load_checkpoint
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators import Store
 
 pytestmark = pytest.mark.integration
 
@@ -31,33 +28,6 @@ def remote(request: pytest.FixtureRequest) -> Any:
 def replace(store: Any, path: str, content: bytes) -> None:
     with store.open_atomic(path) as file:
         file.write(content)
-
-
-def test_truncated_or_corrupted_checkpoints_are_skipped(
-    remote: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert restored(remote) is None
-    save(remote, 1, 2, 3, options=CheckpointOptions("torch", 2))
-    assert epochs_in(remote) == [2, 3]
-    older, newest = remote.get_checkpoints("mine")
-    whole = remote.read(newest)
-    place = len(whole) // 2
-    damaged = [whole[: len(whole) * tenth // 10] for tenth in range(10)]
-    damaged.append(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    for content in damaged:
-        replace(remote, newest, content)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert restored(remote) == (2, 2)
-        assert f"The one before, {older!r}, is taken" in caplog.text
-    # As seen by another process, which trains the epoch again.
-    save(remote, 3)
-    assert restored(remote) == (3, 3)
-    assert epochs_in(remote) == [2, 3]
-    newest = remote.get_checkpoints("mine")[-1]
-    assert load_checkpoint(remote, which=newest).epoch == 3
-    remote.delete(newest)
-    assert load_checkpoint(remote, "mine").epoch == 2
 
 
 FORK = """

@@ -63,6 +63,17 @@ def documents(document: dict[str, Any], *times: str) -> st.SearchStrategy[bytes]
     )
 
 
+def check_listed(store: Store) -> None:
+    """Check that the damaged run is listed beside another one."""
+    good = {**METADATA, "run_id": "good", "state": "finished"}
+    store.write_text(run_file(store.run_paths("good").run_path, "metadata"), json.dumps(good))
+    by_folder = {Path(run.path).name: run for run in store.list_runs()}
+    assert by_folder.keys() == {"good", "mine"}
+    assert by_folder["good"].state == "finished"
+    damaged = by_folder["mine"]
+    assert damaged.state != "damaged" or "metadata.json' is damaged" in (damaged.error or "")
+
+
 @pytest.mark.parametrize("effort", efforts(150))
 def test_a_run_of_any_metadata_is_resumed_or_the_file_is_named(
     effort: Effort, tmp_path: Path
@@ -76,8 +87,10 @@ def test_a_run_of_any_metadata_is_resumed_or_the_file_is_named(
     def check(content: bytes) -> None:
         path = Path(run_file(paths.run_path, "metadata"))
         path.write_bytes(content)
+        check_listed(store)
         run = typed_outcome(Run(store, paths).load, str(path))
         if run is None:
+            assert {each.state for each in store.list_runs()} == {"damaged", "finished"}
             return
         order = typed_outcome(lambda: run.row_order, str(path))
         assert order is None or isinstance(order.random_seed, int)
@@ -112,6 +125,8 @@ def test_a_lease_of_any_content_is_taken_or_the_fit_is_rejected(
         shutil.rmtree(path.parent)
         path.parent.mkdir()
         path.write_bytes(content)
+        store.write_text(run_file(paths.run_path, "metadata"), json.dumps(METADATA))
+        check_listed(store)
         holder(store, paths.run_path)
         typed_outcome(Lease(store, paths).require_free, "mine")
         for token in (FencingToken(paths.run_path, launch, "token") for launch in (0, 1)):
@@ -132,10 +147,11 @@ def test_a_history_of_any_content_is_read_or_the_file_is_named(
 ) -> None:
     store = Store.create(str(tmp_path))
     path = Path(run_file(store.run_paths("mine").run_path, "history"))
-    path.parent.mkdir(parents=True)
+    store.write_text(str(path.with_name("metadata.json")), json.dumps(METADATA))
 
     def check(content: bytes) -> None:
         path.write_bytes(content)
+        check_listed(store)
         typed_outcome(lambda: load_history(store, "mine"), str(path))
 
     fuzz(check, documents(HISTORY), effort)
@@ -199,3 +215,11 @@ def test_files_of_any_name_among_checkpoints_are_ignored(effort: Effort, tmp_pat
             (folder / name).unlink()
 
     fuzz(check, NAMES | alike, effort)
+
+
+def test_times_without_a_zone_are_in_utc(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path))
+    document = {**METADATA, "started": "2026-11-20T10:00:00"}
+    store.write_text(run_file(store.run_paths("mine").run_path, "metadata"), json.dumps(document))
+    (run,) = store.list_runs()
+    assert run.started.isoformat() == "2026-11-20T10:00:00+00:00"

@@ -1,14 +1,11 @@
 """Errors of HDFS as its clients for Python and Java report them: kind, message and remedy."""
 
-import logging
-
 import pytest
 from fake_clock import set_clock
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import storage_errors
 from hvd_estimators.store import HDFSStore, retries
-from hvd_estimators.store.retries import with_retries
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of
 
 SAFE_MODE = "org.apache.hadoop.hdfs.server.namenode.SafeModeException"
@@ -176,50 +173,10 @@ def test_errors_of_the_rows_own_source_do_not_change():
     assert raised.value is error
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "failed to lookup address information: Name or service not known",
-        "java.net.UnknownHostException: nameservice1",
-    ],
-)
-def test_unknown_hosts_are_errors_at_once(text, no_waiting):
-    with pytest.raises(OSError, match=text):
-        with_retries(failing(OSError(text)), "reading 'hdfs://nn/a'")
-    assert no_waiting == []
-
-
-@pytest.mark.parametrize("message", [MANUAL, FULL])
-def test_safe_mode_that_stays_is_not_retried(message, no_waiting):
-    with pytest.raises(StoreError, match=r"'hdfs://nn/a': access is denied.* -safemode leave"):
-        with_retries(failing(native(SAFE_MODE, message)), "writing 'hdfs://nn/a'")
-    assert no_waiting == []
-
-
-def test_the_safe_mode_of_a_starting_name_node_is_waited_for(no_waiting, caplog):
-    errors = [OSError("Connection refused (os error 111)"), *[native(SAFE_MODE, STARTING)] * 9]
-    with caplog.at_level(logging.WARNING):
-        assert with_retries(failing(*errors), "writing 'hdfs://nn/a'") == "done"
-    assert len(no_waiting) == 10
-    assert 1 < sum(no_waiting) < retries.RETRY_SECONDS
-
-
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Return the list of all waits, which take no time."""
     return set_clock(monkeypatch, retries).waits
-
-
-def failing(*errors):
-    """Return a function that raises the errors one by one, then returns a value."""
-    left = list(errors)
-
-    def call():
-        if left:
-            raise left.pop(0)
-        return "done"
-
-    return call
 
 
 class Names:
@@ -228,7 +185,6 @@ class Names:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.errors: dict[str, list[Exception]] = {}
-        self.renamed_anyway = False
 
     def invalidate_cache(self, path):
         pass
@@ -245,9 +201,6 @@ class Names:
     def mv(self, source, target, overwrite):
         if target in self.files and not overwrite:
             raise FileExistsError(target)
-        if self.renamed_anyway:
-            self.files[target] = self.files.pop(source)
-            self.renamed_anyway = False
         self._fail("mv")
         self.files[target] = self.files.pop(source)
 

@@ -127,17 +127,6 @@ def test_remote_processes_are_judged_by_the_age_of_the_heartbeat(store, path):
     assert os.listdir(store.prefix_path) == left
 
 
-@pytest.mark.parametrize("skew", [-3600, 3600])
-def test_the_stores_clock_takes_precedence(store, path, monkeypatch, skew):
-    with Heartbeat(store, path):
-        claim = of_another(read_lease_record(store, path))
-        right = leases._utc
-        monkeypatch.setattr(leases, "_utc", lambda: right() + timedelta(seconds=skew))
-        assert not is_abandoned(store, path, claim)
-        written_ago(path, STALE_SECONDS + 1)
-        assert is_abandoned(store, path, claim)
-
-
 class Timeless(LocalStore):
     """Store without modification times."""
 

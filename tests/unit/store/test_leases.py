@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -168,16 +167,6 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with pytest.raises(ParamError, match="on node7"):
         Lease(store, run, patient=True).require_free()
-
-
-def test_corrupted_leases_are_judged_by_their_age(store: Any) -> None:
-    run, path = store.run_paths("mine"), path_of(store)
-    store.write_text(path, "{")
-    with pytest.raises(ParamError, match="'mine' is being trained by"):
-        Lease(store, run).require_free()
-    os.utime(path, (1, 1))
-    with Lease(store, run):
-        assert json.loads(Path(path_of(store, 2)).read_text())["pid"] == os.getpid()
 
 
 def test_storage_that_replaces_files_causes_a_warning(

@@ -4,12 +4,12 @@ import itertools
 import queue
 import threading
 import traceback
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 from numbered_rows import Dataset, module, steps, take
 from parquet_files import damage_last_page
+from processes import in_thread
 from pyarrow import parquet
 
 from hvd_estimators.data.remote_reads import _VERIFY_PAGES
@@ -167,20 +167,6 @@ def test_any_error_of_the_planning_thread_ends_reading(dataset, monkeypatch, poo
                 pass
 
     assert "in plan_badly" in "".join(traceback.format_exception(raised.value))
-
-
-def in_thread(function):
-    """Call a function in a daemon thread, and return its result as a future."""
-    future = Future()
-
-    def call():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])

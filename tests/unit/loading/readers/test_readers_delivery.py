@@ -12,24 +12,6 @@ from hvd_estimators.loading.readers import ArrowDataModule
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("pool", ["thread", "dummy"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_each_row_is_delivered_once_per_pass_on_any_number_of_ranks(dataset, size, pool, shuffle):
-    count = steps(dataset, size)
-    passes = [[], []]
-    for rank in range(size):
-        batches = take(
-            dataset, 2 * count, rank=rank, size=size, reader_pool_type=pool, shuffle=shuffle
-        )
-        sizes = dataset.plan(size).batch_sizes([rank], 4)
-        assert [len(batch) for batch in batches] == [*sizes, *sizes]
-        passes[0] += flat(batches[:count])
-        passes[1] += flat(batches[count:])
-
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(ROWS))
-
-
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 def test_unshuffled_rows_keep_stored_order_and_columns(dataset, pool):
     with module(dataset, shuffle=False, reader_pool_type=pool) as data:
@@ -40,12 +22,6 @@ def test_unshuffled_rows_keep_stored_order_and_columns(dataset, pool):
         assert list(batch) == ["id", "pair"]
         assert batch["pair"].dtype == np.float32
         np.testing.assert_array_equal(batch["pair"], pairs(batch["id"]))
-
-
-def test_shuffled_rows_keep_their_columns(dataset):
-    with module(dataset) as data:
-        for batch in itertools.islice(data.train_data(), steps(dataset)):
-            np.testing.assert_array_equal(batch["pair"], pairs(batch["id"]))
 
 
 def test_the_seed_determines_the_batches_and_passes_differ(dataset):
