@@ -8,7 +8,7 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collectives import session
-from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.loss_weights import StepBatches, StepWeights, WeightedLoss, rows_of
 from hvd_estimators.torch.metrics import Metrics, MetricSums
 
@@ -140,31 +140,3 @@ def test_ranks_sum_their_rows_only_if_the_data_module_has_no_sizes():
     assert factors(Batches(columns([4]), None), 1, size=2, sum_over_ranks=sum_over_ranks) == told
     assert asked == [4.0]
     assert told == [[2 * 4 / 10]]
-
-
-@pytest.mark.parametrize("passes", [1, 2, 3])
-@pytest.mark.parametrize("least", [0.0, 1.0])
-def test_factors_make_gradients_the_mean_over_all_rows_of_a_step(passes, least):
-    """Simulate three ranks with a linear loss; compare with NumPy over all their rows."""
-    rng = np.random.default_rng(passes)
-    sizes = rng.integers(0, 5, size=(3, passes)) + np.array([[1], [0], [0]])
-    rows = [[rng.normal(size=n) for n in rank] for rank in sizes]
-    # Every other weight is zero, sometimes a whole batch's; or all weights are one.
-    weights = [[np.maximum(rng.integers(0, 2, n) * rng.random(n), least) for n in r] for r in sizes]
-    totals = sizes.sum(axis=0).tolist()
-
-    sums = []
-    for rank in range(3):
-        data = Batches(columns(sizes[rank]), totals)
-        (window,) = factors(data, passes, size=3, passes_per_step=passes)
-        slope = torch.zeros(1, requires_grad=True)
-        loss = Loss([lambda a, b, reduction: a * b], [1.0])
-        for factor, x, w in zip(window, rows[rank], weights[rank], strict=True):
-            if len(x):
-                output = slope + torch.zeros(len(x))
-                (loss([output], [torch.tensor(x)], torch.tensor(w)) * factor / passes).backward()
-        sums.append(0.0 if slope.grad is None else slope.grad.item())
-
-    x = np.concatenate([part for rank in rows for part in rank])
-    w = np.concatenate([part for rank in weights for part in rank])
-    assert np.mean(sums) == pytest.approx((w * x).sum() / len(x), rel=1e-5)

@@ -55,19 +55,6 @@ def test_schedulers_see_unscaled_rates() -> None:
     assert step(optimizer) == [1.0]
 
 
-def test_repeated_resuming_does_not_scale_twice() -> None:
-    optimizer = make(0.1)
-    for _ in range(5):
-        StepRate(optimizer, 3)
-        step(optimizer)
-        state = optimizer.state_dict()
-        optimizer = make(123.0)
-        optimizer.load_state_dict(state)
-    StepRate(optimizer, 3)
-
-    assert step(optimizer) == pytest.approx([0.1 * 3])
-
-
 def test_tensor_rates_are_scaled_without_changing_the_given_tensor() -> None:
     given = torch.tensor(0.5)
     parameter = torch.nn.Parameter(torch.zeros(1))

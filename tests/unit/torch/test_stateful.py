@@ -193,38 +193,6 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
         TorchEstimator(stateful=scaler)
 
 
-def test_state_of_pytorchs_objects_is_restored(caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> tuple[Any, list[Any]]:
-        net = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        average = torch.optim.swa_utils.AveragedModel(net)
-        held = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
-            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9),
-            torch.amp.GradScaler("cpu", init_scale=8.0),
-            average,
-        ]
-        callback = Holder(module=net, optimizer=optimizer, head=net, held=held)
-        return StatefulObjects({"callbacks": (callback, None)}, net, (optimizer,)), held
-
-    states, held = make()
-    held[0].optimizer.step()
-    held[0].step()
-    held[1].step()
-    held[3].update_parameters(held[3].module)
-    captured = states.capture()
-    assert list(captured) == [f"callbacks[0].held[{n}]" for n in range(4)]
-    assert not caplog.records
-    file = io.BytesIO()
-    save_state(captured, file)
-    file.seek(0)
-    again, fresh = make()
-    again.restore(load_state(file))
-    assert fresh[0].last_epoch == fresh[1].last_epoch == 1
-    assert fresh[3].n_averaged == 1
-    assert torch.equal(fresh[3].module.weight, held[3].module.weight)
-
-
 def test_unsavable_state_is_skipped_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

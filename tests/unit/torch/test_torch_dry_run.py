@@ -1,8 +1,6 @@
 """Dry runs report mismatches before training, without side effects."""
 
-import copy
 import functools
-import random
 
 import numpy as np
 import pytest
@@ -116,55 +114,6 @@ def test_labels_that_only_broadcast_to_the_output_are_rejected():
     """Torch only warns, and trains on the mean of the labels."""
     with pytest.raises(ShapeError, match="The loss cannot take"):
         fit(torch.nn.Linear(4, 2), F.mse_loss, TensorSpec(("x",), ("y",), label_shapes=((-1, 1),)))
-
-
-class Noisy(torch.nn.Module):
-    """Module that draws random numbers even in evaluation mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack = torch.nn.Sequential(
-            torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
-        )
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.stack(x + torch.randn_like(x))
-
-
-class NoisyLoss(torch.nn.Module):
-    """Loss that draws random numbers and counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.reduction = "mean"
-        self.calls = 0
-
-    def forward(self, output, label):
-        self.calls += 1
-        return F.mse_loss(output + torch.randn_like(output), label)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_the_loss_and_the_random_state_do_not_change(training):
-    module, loss = Noisy().train(training), NoisyLoss()
-    before = copy.deepcopy(module.state_dict())
-    torch.manual_seed(5)
-    random.seed(5)
-    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-
-    fit(module, loss)
-    output_shapes(module, SPEC, [torch.zeros(2, 4)])
-
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert all(part.training is training for part in module.modules())
-    assert all(parameter.grad is None for parameter in module.parameters())
-    assert loss.calls == 0
-    assert torch.equal(torch.random.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    np.testing.assert_array_equal(np.random.get_state()[1], states[2])
 
 
 def test_batch_normalization_is_checked_with_a_single_row():

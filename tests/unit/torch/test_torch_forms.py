@@ -162,22 +162,3 @@ def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
     )
     with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
         Fit(estimator).framework.check()
-
-
-def test_lightning_calls_plain_modules_in_the_configured_form() -> None:
-    from hvd_estimators.lightning import LightningModel
-
-    net = ByDict()
-    model = LightningModel(
-        model=torch.compile(net, backend="eager"),
-        feature_columns=["x", "a"],
-        label_columns=["y", "v"],
-        input_form="dict",
-    )
-    document, load = model._make_predictor()
-    predicted = load(document)([COLUMNS["x"], COLUMNS["a"].astype(np.float32)])
-    with torch.no_grad():
-        x = torch.cat([torch.ones(5, 2), torch.ones(5, 1)], dim=1)
-        expected = net.linear(x).numpy()
-    np.testing.assert_allclose(predicted[0], expected[:, :1], rtol=1e-6)
-    np.testing.assert_allclose(predicted[1], expected[:, 0], rtol=1e-6)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from sklearn.metrics import f1_score, precision_score, roc_auc_score
 from torchmetrics import wrappers
 
 from hvd_estimators.torch.loss import Evaluation
@@ -202,41 +201,6 @@ def test_merged_states_of_unequal_ranks_equal_one_process(name: str, resumed: bo
         assert found == pytest.approx({key: float(v) for key, v in expected.items()}, rel=1e-5)
     else:
         assert np.array(found) == pytest.approx(expected.numpy(), rel=1e-5)
-
-
-def test_values_agree_with_scikit_learn_rather_than_batch_means() -> None:
-    metrics = Metrics([[torchmetrics.AUROC("binary")]], ["y"])
-    parts, outputs, labels, means = [], [], [], []
-    for of_rank in batches(0):
-        states = EpochMetricStates(metrics)
-        for output, label in of_rank:
-            states.update(evaluation(output, label))
-            outputs.append(output)
-            labels.append(label)
-            means.append(float(torchmetrics.functional.auroc(output, label.long(), "binary")))
-        parts += states.capture()
-    values = EpochMetricStates(metrics).values(parts)
-    expected = roc_auc_score(torch.cat(labels), torch.cat(outputs))
-    assert values == {"BinaryAUROC": pytest.approx(expected, rel=1e-6)}
-    assert abs(np.mean(means) - expected) > 0.01
-
-    metrics = Metrics([[collection()]], ["y"])
-    parts, outputs, labels = [], [], []
-    for of_rank in batches(CLASSES):
-        states = EpochMetricStates(metrics)
-        for output, label in of_rank:
-            states.update(evaluation(output, label))
-            outputs.append(output.argmax(1))
-            labels.append(label)
-        parts += states.capture()
-    (group,) = metrics.by_group(EpochMetricStates(metrics).values(parts))
-    truth, guess = torch.cat(labels), torch.cat(outputs)
-    assert group == {
-        "MulticlassF1Score": pytest.approx(f1_score(truth, guess, average="macro"), rel=1e-6),
-        "MulticlassPrecision": pytest.approx(
-            precision_score(truth, guess, average="macro"), rel=1e-6
-        ),
-    }
 
 
 def test_only_classification_metrics_get_integer_labels() -> None:

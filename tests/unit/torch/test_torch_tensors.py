@@ -112,17 +112,6 @@ def test_labels_get_the_outputs_shape_if_sizes_match(output, label, expected):
     assert aligned[0].flatten().tolist() == labels[0].flatten().tolist()
 
 
-def test_the_loss_is_the_weighted_sum_of_the_labels_mean_losses(rng):
-    outputs, labels = rng.normal(size=(2, ROWS, 3)), rng.normal(size=(2, ROWS, 3))
-
-    loss = Loss([F.mse_loss, torch.nn.L1Loss()], [0.3, 2.0])(*tensors(outputs, labels))
-
-    difference = outputs - labels
-    expected = 0.3 * (difference[0] ** 2).mean() + 2.0 * np.abs(difference[1]).mean()
-    assert loss.shape == ()
-    assert loss.item() == pytest.approx(expected)
-
-
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(0, 1000))
 def test_the_weighted_loss_is_the_weighted_sum_over_rows(weights, seed):
     rng = np.random.default_rng(seed)
@@ -132,30 +121,6 @@ def test_the_weighted_loss_is_the_weighted_sum_over_rows(weights, seed):
 
     per_row = ((outputs - labels) ** 2)[0].mean(axis=1)
     assert loss.item() == pytest.approx(1.5 * (per_row * weights).sum() / len(weights))
-
-
-@pytest.mark.parametrize("function", [F.cross_entropy, torch.nn.CrossEntropyLoss()])
-def test_sample_weights_of_a_classification_against_numpy(rng, function):
-    logits = rng.normal(size=(ROWS, 3))
-    classes, weights = np.array([0, 2, 1, 1, 0]), np.array([1.0, 0, 2, 0.5, 3])
-
-    loss = Loss([function], [1.0])(
-        [torch.tensor(logits)], [torch.tensor(classes)], torch.tensor(weights)
-    )
-
-    log_sum = np.log(np.exp(logits).sum(axis=1))
-    per_row = log_sum - logits[np.arange(ROWS), classes]
-    assert loss.item() == pytest.approx((per_row * weights).sum() / ROWS)
-
-
-def test_batches_of_weight_zero_have_zero_loss_and_gradient():
-    output = torch.ones(2, 1, requires_grad=True)
-
-    loss = Loss([F.mse_loss], [1.0])([output], [torch.zeros(2, 1)], torch.zeros(2))
-    loss.backward()
-
-    assert loss.item() == 0
-    assert output.grad.tolist() == [[0], [0]]
 
 
 def tensors(outputs, labels):

@@ -130,33 +130,6 @@ def test_failed_writes_leave_nothing(store: Any) -> None:
     assert len(file_names(store)) == 2
 
 
-class ForwardOnly(io.RawIOBase):
-    """File of a remote store, without read and seek."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__()
-        self.file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self.file.write(data)
-
-
-def test_files_are_written_sequentially(any_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = type(any_store).open_atomic
-
-    @contextlib.contextmanager
-    def open_atomic(self: Any, path: str) -> Any:
-        with whole(self, path) as file:
-            yield ForwardOnly(file)
-
-    monkeypatch.setattr(type(any_store), "open_atomic", open_atomic)
-    save(any_store, 1, 2)
-    assert restored(any_store) == (2, 2)
-
-
 def test_remote_checkpoints_are_read_once_sequentially(monkeypatch: Any) -> None:
     store = Store.create(f"memory://{uuid.uuid4().hex}")
     save(store, 1, 2)
