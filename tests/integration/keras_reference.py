@@ -33,10 +33,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05),
     "momentum": lambda: keras.optimizers.SGD(0.02, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.5)
-    ),
-    "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
 }
 
 
@@ -45,19 +41,14 @@ def train_alone(
     batches: Sequence[np.ndarray],
     optimizer: keras.optimizers.Optimizer,
     epochs: int,
-    passes: int = 1,
-    weighted: str = "",
     net: keras.Model | None = None,
 ) -> keras.Model:
     """Train in one process, with plain Keras."""
     net = net or make_net()
-    reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
-    net.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction))
+    net.compile(optimizer, "mse")
     for _ in range(epochs):
-        for first in range(0, len(batches), passes):
-            rows = np.concatenate(batches[first : first + passes])
-            weights = columns["weight"][rows].astype(np.float32) if weighted else None
-            net.train_on_batch(columns["features"][rows], columns["label"][rows, None], weights)
+        for rows in batches:
+            net.train_on_batch(columns["features"][rows], columns["label"][rows, None])
     return net
 
 

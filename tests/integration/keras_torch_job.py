@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -131,49 +129,6 @@ def masked_sequences(store: Any) -> None:
     batches = global_batches(40, 2, 5)
     expected = alone(recurrent(), ids, columns["y"][..., None], batches)
     assert_same_weights(model.getModel(), expected)
-
-
-def normalized() -> keras.Model:
-    random.seed(1)
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(1),
-        ]
-    )
-
-
-class Killed(keras.callbacks.Callback):
-    """Kill the process once, in the middle of the second epoch."""
-
-    def __init__(self, mark: str) -> None:
-        super().__init__()
-        self.mark = mark
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.optimizer.iterations == 6 and not os.path.exists(self.mark):
-            Path(self.mark).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-@case
-def a_killed_rank_ends_in_the_same_weights(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 64)
-    common = {"batch_size": 8, "epochs": 3, "optimizer": OPTIMIZERS["adam"], "shuffle": True}
-    results = []
-    for mark in (None, f"{store.prefix_path}/mark"):
-        given = {**common, "optimizer": OPTIMIZERS["adam"](), "model": normalized()}
-        if mark is None:
-            given["backend"] = shared_ranks(2, "keras")
-        else:
-            given |= {"callbacks": [Killed(mark)], "max_restarts": 1, "checkpoint_every_n_steps": 1}
-        results.append(make_estimator(store, 2, **given).fit_on_parquet().getModel())
-    assert os.path.exists(mark)
-    whole, resumed = results
-    assert_equal_weights(whole, resumed)
 
 
 def tracked() -> keras.Model:

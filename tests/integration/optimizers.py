@@ -14,18 +14,6 @@ import torch
 
 WIDTH = 4
 
-# These optimizers take matrices only.
-_OF_MATRICES = ("muon", "spectralsphere")
-# These compute in single precision.
-_SINGLE = ("FAdam",)
-# These compute in single precision within.
-SINGLE_INSIDE = (
-    *("torch_optimizer.Ranger", "torch_optimizer.RangerVA", "torch_optimizer.RangerQH"),
-    "pytorch_optimizer.AliG",
-)
-# Computes the eigenvectors of singular matrices, which rounding changes.
-ILL_CONDITIONED = ("pytorch_optimizer.SOAP",)
-
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -47,7 +35,7 @@ def import_timm_optimizers() -> ModuleType:
 class Net(torch.nn.Module):
     """Regression in double precision, so that errors stand out from rounding."""
 
-    def __init__(self, bias: bool = True, sparse: bool = False, double: bool = True) -> None:
+    def __init__(self, bias: bool = True, sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
         linear = torch.nn.Linear
@@ -56,19 +44,18 @@ class Net(torch.nn.Module):
         )
         if sparse:
             self.net = torch.nn.Embedding(128, 1, sparse=True)
-        self.to(torch.float64 if double else torch.float32)
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.net, torch.nn.Embedding):
             # A few numbers of each row select rows of the table.
             return self.net((x * 16).long().clamp(-64, 63) + 64).sum(dim=(1, 2))
-        return self.net(x.to(self.net[0].weight.dtype))[:, 0]
+        return self.net(x)[:, 0]
 
 
 def make_net(name: str) -> Net:
-    is_of_matrices = any(part in name.lower() for part in _OF_MATRICES)
-    is_sparse = name.endswith("SparseAdam")
-    return Net(bias=not is_of_matrices, sparse=is_sparse, double=not name.endswith(_SINGLE))
+    # Muon takes matrices only.
+    return Net(bias="muon" not in name.lower(), sparse=name.endswith("SparseAdam"))
 
 
 def classes(package: ModuleType) -> dict[str, type[torch.optim.Optimizer]]:
@@ -144,7 +131,6 @@ def other_optimizers() -> dict[str, Make]:
 SECOND_ORDER = ("timm.optim.Adahessian", "timm-adahessian")
 # These optimizers draw random numbers in their steps, and so differ between ranks.
 RANDOM = ("timm-kron", "timm-kronc", "timm-kronw")
-RANDOM += tuple(f"pytorch_optimizer.{name}" for name in ("BSAM", "Gravity", "Kron", "Magma"))
 
 
 def _from_factory(timm: ModuleType, name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -175,71 +161,18 @@ def step_with_closure(
     return returned["outputs"], returned["loss"]
 
 
-def step_with_gradient_and_closure(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    """Train on a batch with an optimizer that needs the gradient and a closure."""
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        outputs, shaped = transform_outputs(model(*inputs), labels)
-        loss = loss_fn(outputs, shaped)
-        loss.backward()
-        return loss
-
-    loss = closure().detach()
-    optimizer.step(closure)
-    return model(*inputs).detach(), loss
-
-
-def step_with_loss(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    """Train on a batch with an optimizer that needs the value of the loss."""
-    optimizer.zero_grad()
-    outputs, shaped = transform_outputs(model(*inputs), labels)
-    loss = loss_fn(outputs, shaped)
-    loss.backward()
-    optimizer.step(lambda: float(loss))
-    return outputs, loss
-
-
-def step_with_model(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    """Train on a batch with an optimizer that calls the model itself."""
-    optimizer.model = model
-    optimizer.set_closure(lambda found, label: loss_fn([found], [label]), *inputs, labels[0])
-    return optimizer.step()
-
-
-STEPS = {
-    **dict.fromkeys(
-        ("SAM", "LookSAM", "FriendlySAM", "WSAM", "BSAM"), step_with_gradient_and_closure
-    ),
-    "AliG": step_with_loss,
-    "GSAM": step_with_model,
-}
-
-
-def step_of(name: str, optimizer: torch.optim.Optimizer) -> Any:
+def step_of(optimizer: torch.optim.Optimizer) -> Any:
     """Return the ``train_minibatch_fn`` that an optimizer needs, or None."""
-    package, _, kind = name.partition(".")
-    if package == "pytorch_optimizer" and kind in STEPS:
-        return STEPS[kind]
-    return step_with_closure if needs_closure(optimizer) else None
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     parameter = inspect.signature(optimizer.step).parameters.get("closure")
-    return parameter is not None and parameter.default is parameter.empty
+    needs_closure = parameter is not None and parameter.default is parameter.empty
+    return step_with_closure if needs_closure else None
 
 
 def train_alone(name: str, make: Make, batches: Any, epochs: int) -> Net:
     """Train in one process, with plain torch."""
     net = make_net(name)
     optimizer: Any = make(list(net.parameters()))
-    step = step_of(name, optimizer)
+    step = step_of(optimizer)
 
     def loss_fn(outputs: Any, labels: Any) -> torch.Tensor:
         (output,), (label,) = outputs, labels

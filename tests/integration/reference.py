@@ -93,7 +93,6 @@ def train_alone(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     epochs: int,
     passes: int = 1,
-    weighted: bool = False,
     clip: float = float("inf"),
 ) -> torch.nn.Sequential:
     """Train in one process, with plain torch."""
@@ -104,12 +103,7 @@ def train_alone(
             rows = np.concatenate(batches[first : first + passes])
             output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
             label = torch.from_numpy(columns["label"][rows])
-            errors = (output - label) ** 2
-            if weighted:
-                weight = torch.from_numpy(columns["weight"][rows]).float()
-                loss = (errors * weight).mean()
-            else:
-                loss = errors.mean()
+            loss = ((output - label) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)

@@ -36,15 +36,6 @@ def register_remote(scheme: str, expected_key: str) -> None:
     fsspec.register_implementation(scheme, RemoteFileSystem, clobber=True)
 
 
-class RemoteStore(FilesystemStore):
-    """Store that registers its filesystem in each process that opens it."""
-
-    def _opened(self, path: str) -> Any:
-        if "remote" not in fsspec.registry:
-            register_remote("remote", "right")
-        return super()._opened(path)
-
-
 class OpenStore(FilesystemStore):
     """Store on a filesystem that requires no option, of URLs such as ``open:///folder``."""
 
@@ -58,9 +49,3 @@ def register_open_store() -> None:
     """Let `Store.create` know the scheme ``open``."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     register_store("open", OpenStore)
-
-
-def make_store(folder: Any) -> RemoteStore:
-    # Ranks cannot import the tests.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    return RemoteStore(f"remote://{folder}", storage_options={"key": "right"})

@@ -16,8 +16,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import reference
-import torch
-from reference import OPTIMIZERS, global_batches, make_net, train_alone, write_rows
+from reference import OPTIMIZERS, fit, global_batches, train_alone, write_rows
 from shifted_clock import shifted_environment
 
 from hvd_estimators import Store
@@ -86,30 +85,14 @@ class KilledOnce:
 def test_a_run_of_ranks_with_different_clocks_survives_a_kill(
     rank: int, hours: int, tmp_path: Path
 ) -> None:
-    from hvd_estimators.torch import TorchEstimator
-
     cloudpickle.register_pickle_by_value(reference)
     store: Any = Store.create(str(tmp_path / "store"))
     columns = write_rows(Path(store.get_train_data_path()), 60)
     shifted = shifted_environment(tmp_path, 3600 * hours, rank)
-    net = make_net()
-    model = TorchEstimator(
-        model=net,
-        optimizer=OPTIMIZERS["momentum"](net.parameters()),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["features"],
-        label_cols=["label"],
-        shuffle=False,
-        scale_learning_rate=False,
-        batch_size=16,
-        epochs=4,
-        max_restarts=1,
-        run_id="mine",
-        store=store,
-        callbacks=[KilledOnce(tmp_path / "killed")],
-        backend=LocalBackend(2, env=shifted, warm_start=False),
-        verbose=0,
-    ).fit_on_parquet()
+    params: dict[str, Any] = {"batch_size": 16, "epochs": 4, "max_restarts": 1, "run_id": "mine"}
+    params["callbacks"] = [KilledOnce(tmp_path / "killed")]
+    params["backend"] = LocalBackend(2, env=shifted, warm_start=False)
+    model, _ = fit(store, 2, "momentum", **params)
     expected = train_alone(columns, global_batches(60, 2, 16), OPTIMIZERS["momentum"], 4)
     for found, wanted in zip(model.getModel().parameters(), expected.parameters(), strict=True):
         np.testing.assert_allclose(

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.integration]
 
 PAGES = documented.pages()
 
-FIRST = ("README", "quickstart", "text_models")
-"""Pages that run in each test run: those of newcomers, and one with another library.
+FIRST = ("README", "quickstart")
+"""Pages that run in each test run: those of newcomers.
 
 Others run in soak runs, and are type-checked in each run.
 """

@@ -60,15 +60,6 @@ def test_cells_of_the_matrix(
     keras_exactness.check(ranks, store, paths, kind, situation, collectives)
 
 
-def test_a_schedule_counts_the_steps_of_three_ranks(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 129)
-    params = {"optimizer": OPTIMIZERS["schedule"](), "batch_size": 32, "epochs": 2}
-    model = pooled_estimator(store, 3, **params).fit_on_parquet()
-    batches = global_batches(129, 3, 32)
-    expected = train_alone(columns, batches, OPTIMIZERS["schedule"](), 2)
-    assert_same_weights(model.getModel(), expected)
-
-
 @pytest.mark.parametrize("collectives", others_in_soak("torch", "horovod"))
 def test_validation_matches_one_process_and_the_rate_is_unscaled(
     store: Any, collectives: str

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import exact_params
 from fewer_ranks import FourShards
 from pytorch_lightning import LightningModule
 from rank_pool import shared_ranks
 from reference import WIDTH, assert_same_weights, global_batches, write_rows
+from torch.nn import functional
 
 from hvd_estimators import lightning as hvd_lightning
 from hvd_estimators import torch as hvd_torch
@@ -45,32 +47,45 @@ def train_parts(columns: Any, steps: list[list[slice]], epochs: int) -> torch.nn
     return net
 
 
-@pytest.mark.parametrize("kind", [TorchEstimator, FourShardsEstimator])
-@pytest.mark.parametrize("dry_run", [True, False])
+class NormalizedModule(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = normalized()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dry_run"),
+    [
+        (TorchEstimator, True),
+        (TorchEstimator, False),
+        (FourShardsEstimator, True),
+        (FourShardsEstimator, False),
+        (LightningEstimator, True),
+    ],
+)
 def test_batch_normalization_gets_two_rows_on_each_rank(
-    store: Any, kind: type[TorchEstimator], dry_run: bool
+    store: Any, kind: Any, dry_run: bool
 ) -> None:
     shards = 4 if kind is FourShardsEstimator else 2
     columns = write_rows(Path(store.get_train_data_path()), 17 * shards)
-    net = normalized()
-    model = kind(
-        backend=shared_ranks(2),
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["features"],
-        label_cols=["label"],
-        batch_size=16,
-        epochs=2,
-        shuffle=False,
-        scale_learning_rate=False,
-        dry_run=dry_run,
-        verbose=0,
-    ).fit_on_parquet()
+    given: dict[str, Any] = {"model": NormalizedModule()}
+    if kind is not LightningEstimator:
+        net = normalized()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        given = {"model": net, "optimizer": optimizer, "loss": functional.mse_loss}
+    params = exact_params(shared_ranks(2), store, batch_size=16, epochs=2, dry_run=dry_run)
+    model = kind(**params, **given).fit_on_parquet()
     starts = [17 * shard for shard in range(shards)]
     steps = [[slice(s, s + 15) for s in starts], [slice(s + 15, s + 17) for s in starts]]
-    assert_same_weights(model.getModel(), train_parts(columns, steps, 2))
+    found = model.getModel()
+    found = found.net if kind is LightningEstimator else found
+    assert_same_weights(found, train_parts(columns, steps, 2))
 
 
 class Squeezed(torch.nn.Module):
@@ -96,7 +111,7 @@ class SqueezedModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         output = self(batch["features"])
-        return torch.nn.functional.mse_loss(output, batch[self.label].reshape(output.shape))
+        return functional.mse_loss(output, batch[self.label].reshape(output.shape))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -112,8 +127,8 @@ def test_networks_that_squeeze_train_and_predict_one_row(
     net: Any = Squeezed(outputs)
     params: dict[str, Any] = {
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.05),
-        "loss": torch.nn.functional.mse_loss,
-        "metrics": [torch.nn.functional.l1_loss],
+        "loss": functional.mse_loss,
+        "metrics": [functional.l1_loss],
         "validation": True,
     }
     if framework == "LightningModule":
@@ -121,18 +136,15 @@ def test_networks_that_squeeze_train_and_predict_one_row(
     kind = TorchEstimator if framework == "torch" else LightningEstimator
     model = kind(
         **params,
-        backend=shared_ranks(2),
-        store=store,
-        model=net,
-        feature_cols=["features"],
-        label_cols=[label],
-        batch_size=16,
-        val_batch_size=1,
-        epochs=2,
-        shuffle=False,
-        scale_learning_rate=False,
-        random_seed=1,
-        verbose=0,
+        **exact_params(
+            shared_ranks(2),
+            store,
+            model=net,
+            label_cols=[label],
+            batch_size=16,
+            val_batch_size=1,
+            epochs=2,
+        ),
     ).fit_on_parquet()
 
     x, y = torch.from_numpy(columns["features"]), torch.from_numpy(columns[label])

@@ -181,13 +181,3 @@ def test_weights_are_averaged_over_the_last_epochs(backend: Any, store: Any) -> 
     expected = make_net()
     expected.load_state_dict({name: (nets[0][name] + nets[1][name]) / 2 for name in nets[0]})
     assert_same_weights(model.getModel().net, expected)
-
-
-def test_weights_depend_on_the_seed_alone(backend: Any, store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 100)
-    models = [
-        fit(backend, store, shuffle=True, random_seed=seed, batch_size=16) for seed in (1, 1, 2)
-    ]
-    first, again, other = (model.getModel().net[0].weight for model in models)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from lightning_reference import fit
 from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -111,15 +112,14 @@ def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: A
 
 
 def test_mlflow_logs_to_the_logs_of_the_run(
-    backend: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     write_rows(Path(store.get_train_data_path()), 64)
     write_rows(Path(store.get_val_data_path()), 21, seed=1)
     logger = MLFlowLogger("trial", save_dir=str(tmp_path / "elsewhere"))
-    model = fit(
-        backend, store, validation=0.5, batch_size=16, epochs=3, logger=logger, run_id="tracked"
-    )
+    params = {"validation": 0.5, "batch_size": 16, "epochs": 3, "run_id": "tracked"}
+    model = fit(InProcessBackend(), store, logger=logger, **params)
     # MLflow's format: a file for each metric, and a line for each value: time, value, step.
     (file,) = Path(store.get_logs_path("tracked"), "mlruns").glob("*/*/metrics/val_loss")
     values = [float(line.split()[1]) for line in file.read_text().splitlines()]

@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from fewer_ranks import FourShards
 from lightning_reference import Regression, fit
 from parquet_files import write_columns
@@ -28,7 +29,6 @@ from reference import (
 from torch.nn import functional
 
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import LightningEstimator
 
 pytestmark = pytest.mark.integration
@@ -182,7 +182,7 @@ def test_steps_that_would_train_otherwise_than_one_process_are_rejected(
     with pytest.raises(ParamError, match=message):
         fit(backend, store, batch_size=14, epochs=2, trainer_args=arguments, **params)
     if "sum" in message:  # one process trains on it
-        fit(LocalBackend(1), store, batch_size=65, epochs=1, **params)
+        fit(InProcessBackend(), store, batch_size=65, epochs=1, **params)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import reference
 import torch
 from parquet_files import write_columns
-from reference import OPTIMIZERS, make_net, write_rows
+from reference import write_rows
 from variants import others_in_soak
 
 from hvd_estimators import Store
@@ -58,21 +58,9 @@ def files_by_kind(store: Any) -> dict[str, int]:
 
 def fit(store: Any, folder: Path, epochs: int) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
-    net = make_net()
-    TorchEstimator(
-        model=net,
-        optimizer=OPTIMIZERS["adam"](net.parameters()),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["features"],
-        label_cols=["label"],
-        batch_size=16,
-        epochs=epochs,
-        run_id="mine",
-        store=store,
-        callbacks=[Sample(folder)],
-        backend=LocalBackend(2),
-        verbose=1,
-    ).fit_on_parquet()
+    params = {"batch_size": 16, "epochs": epochs, "run_id": "mine", "verbose": 1}
+    params |= {"callbacks": [Sample(folder)], "backend": LocalBackend(2), "shuffle": True}
+    reference.fit(store, 2, "adam", **params)
 
 
 @pytest.mark.soak

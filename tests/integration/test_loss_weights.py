@@ -67,19 +67,7 @@ class Recorder:
         torch.save(state, self._folder / f"{epoch}-{current().rank}.pt")
 
 
-def of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, for losses that compare rows; see docs/torch.rst."""
-    import horovod.torch as hvd
-
-    gathered = hvd.allgather(tensor.contiguous(), name=f"rows.{tensor.dtype}")
-    if gathered.requires_grad:
-        gathered.register_hook(lambda gradient: gradient * hvd.size())
-    return gathered
-
-
-def fit_with_own_optimizer(
-    make: Make, common: dict[str, Any], folder: Path, gathers: bool = False
-) -> list[Any]:
+def fit_with_own_optimizer(make: Make, common: dict[str, Any], folder: Path) -> list[Any]:
     """Train as in the README with two optimizers; return the weights of net and loss."""
     net, loss_func = make_net(), make()
     loss_optimizer = torch.optim.SGD(loss_func.parameters(), lr=0.5, momentum=0.9)
@@ -87,11 +75,8 @@ def fit_with_own_optimizer(
     def step(model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
         optimizer.zero_grad()
         loss_optimizer.zero_grad()
-        embeddings, classes = model(*inputs), classes_of(labels[0])
-        if gathers:
-            loss = loss_func(of_all_ranks(embeddings), of_all_ranks(classes))
-        else:
-            loss = loss_fn.scale(loss_func(embeddings, classes))
+        embeddings = model(*inputs)
+        loss = loss_fn.scale(loss_func(embeddings, classes_of(labels[0])))
         loss.backward()
         optimizer.step()
         loss_optimizer.step()
@@ -115,20 +100,7 @@ def loss_of_class(loss_func: Any) -> Any:
     return lambda output, label: loss_func(output, classes_of(label))
 
 
-def gathering_step(
-    model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    optimizer.zero_grad()
-    embeddings, classes = model(*inputs), classes_of(labels[0])
-    loss = model.loss_func(of_all_ranks(embeddings), of_all_ranks(classes))
-    loss.backward()
-    optimizer.step()
-    return embeddings, loss
-
-
-def fit_in_module(
-    make: Make, common: dict[str, Any], folder: Path, gathers: bool = False
-) -> list[Any]:
+def fit_in_module(make: Make, common: dict[str, Any], folder: Path) -> list[Any]:
     """Train with one optimizer, with the loss in the module."""
     net = make_net()
     net.loss_func = make()
@@ -140,8 +112,7 @@ def fit_in_module(
         **common,
         model=net,
         optimizer=torch.optim.SGD(groups),
-        loss=None if gathers else loss_of_class(net.loss_func),
-        train_minibatch_fn=gathering_step if gathers else None,
+        loss=loss_of_class(net.loss_func),
     ).fit_on_parquet()
     return list(model.getModel().state_dict().values())
 
@@ -169,9 +140,7 @@ def seeded(make: Make) -> Make:
     return made
 
 
-def check(
-    ranks: Any, store: Any, tmp_path: Path, name: str, make: Make, fit: Any, gathers: bool = False
-) -> None:
+def check(ranks: Any, store: Any, tmp_path: Path, name: str, make: Make, fit: Any) -> None:
     """Train for one epoch, resume for another one, and compare with one process."""
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     x, y = (torch.from_numpy(columns[c]) for c in ("features", "label"))
@@ -180,7 +149,7 @@ def check(
     assert not all(map(torch.equal, expected[2:], start.values())), "the loss is not trained"
     for epochs in (1, EPOCHS):
         common = settings(ranks, store, f"{fit.__name__}-{name}", epochs)
-        found = fit(make, common, tmp_path, gathers)
+        found = fit(make, common, tmp_path)
     assert len({result.weights_digest for result in ranks.results}) == 1
     for value, other in zip(found, expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7)

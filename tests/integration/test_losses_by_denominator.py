@@ -1,8 +1,4 @@
-"""Losses with denominators other than rows: ranks train and evaluate as one process.
-
-The models are a masked language model of Hugging Face, with padding and ignored targets, and a
-small net.
-"""
+"""Losses with denominators other than rows: ranks train and evaluate as one process."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM
 
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
@@ -29,21 +24,6 @@ pytestmark = pytest.mark.integration
 TOKENS, LENGTH, ROWS, BATCH = 9, 5, 23, 4
 RATE = 0.3
 CLASS_WEIGHT = torch.linspace(0.2, 2.0, TOKENS)
-
-
-def language_model() -> BertForMaskedLM:
-    torch.manual_seed(4)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=TOKENS,
-            num_hidden_layers=1,
-            max_position_embeddings=LENGTH,
-            **sizes,
-            **dropout,
-        )
-    )
 
 
 class TokenNet(torch.nn.Module):
@@ -73,10 +53,8 @@ def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch
     mask = np.arange(LENGTH) < lengths[:, None]
     columns = {
         "input_ids": np.where(mask, rng.integers(1, TOKENS, (rows, LENGTH)), 0),
-        "attention_mask": mask.astype(np.int64),
         "label": np.where(mask, rng.integers(1, TOKENS, (rows, LENGTH)), -100),
         "number": rng.normal(size=rows).astype(np.float32),
-        "weight": rng.uniform(0.2, 3.0, rows).astype(np.float32),
     }
     for index, part in enumerate(np.array_split(np.arange(rows), 2)):
         rows_of_file = {name: array[part] for name, array in columns.items()}
@@ -99,7 +77,6 @@ def train_alone(
     loss: Step,
     ranks: int = 2,
     passes: int = 1,
-    clip: float = float("inf"),
 ) -> torch.nn.Module:
     """Train an epoch in one process, over the global batches."""
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
@@ -109,24 +86,12 @@ def train_alone(
         rows = np.concatenate(batches[first : first + passes])
         optimizer.zero_grad()
         loss(net, {name: column[rows] for name, column in columns.items()}).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
     return net.eval()
 
 
-def own_loss(net: Any, batch: Any) -> torch.Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return net(**inputs, labels=batch["label"]).loss
-
-
 def by_tokens(net: Any, batch: Any, **options: Any) -> torch.Tensor:
     return functional.cross_entropy(net(batch["input_ids"]), batch["label"], **options)
-
-
-def lm_loss(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
-    """Return the mean over unignored tokens, and their number."""
-    loss = functional.cross_entropy(output.transpose(1, 2), label)
-    return {"loss": loss, "denominator": (label != -100).sum()}
 
 
 def stated(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
@@ -182,50 +147,6 @@ def test_losses_of_several_labels_have_separate_denominators(backend: Any, store
     with torch.no_grad():
         reference = float(loss(model.getModel(), held_out))
     assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
-
-
-def step_with_own_loss(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    """Leave the backward pass and the step to the estimator."""
-    output = model(**inputs, labels=labels[0])
-    return output, {"loss": output.loss, "denominator": (labels[0] != -100).sum()}
-
-
-def step_that_clips(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    output = model(**inputs, labels=labels[0])
-    optimizer.zero_grad()
-    loss_fn.scale(output.loss, (labels[0] != -100).sum()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    return output, output.loss
-
-
-@pytest.mark.parametrize(
-    ("step", "passes", "clip"),
-    [
-        (step_with_own_loss, 2, float("inf")),
-        (step_that_clips, 1, 0.5),
-    ],
-)
-def test_a_custom_step_with_the_models_loss_trains_as_one_process(
-    backend: Any, store: Any, step: Any, passes: int, clip: float
-) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    model = torch_fit(
-        backend,
-        store,
-        model=language_model(),
-        input_form="keyword",
-        feature_cols=["input_ids", "attention_mask"],
-        train_minibatch_fn=step,
-        loss=lm_loss,
-        backward_passes_per_step=passes,
-    )
-    expected = train_alone(language_model(), columns, own_loss, passes=passes, clip=clip)
-    assert_same_weights(model.getModel(), expected)
 
 
 def contrast(outputs: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from estimators import exact_params
 from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches, write_rows
 from resuming import kept_checkpoints
@@ -67,20 +68,14 @@ def test_a_module_that_returns_losses_in_training_trains_and_predicts(
     net = Detector()
     loss = {"train_minibatch_fn": step} if own_step else {"loss": total, "loss_form": "joint"}
     model = TorchEstimator(
-        backend=ranks,
-        store=store,
+        **exact_params(ranks, store, feature_cols=["features", "label"], label_cols=[]),
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
-        feature_cols=["features", "label"],
-        label_cols=[],
         outputs=["scores", "boxes"],
         **loss,
         batch_size=BATCH,
         epochs=EPOCHS,
-        shuffle=False,
-        scale_learning_rate=False,
         dry_run=dry_run,
-        verbose=0,
     ).fit_on_parquet()
     alone = Detector()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
@@ -133,15 +128,12 @@ def test_a_layer_stays_in_the_mode_of_a_callback(ranks: StandingBackend, store: 
 
     def run(run_id: str) -> Any:
         estimator = TorchEstimator(
-            **{"backend": ranks, "store": store, "model": net, "run_id": run_id, "verbose": 0},
-            **{"feature_cols": ["features"], "label_cols": ["label"], "batch_size": BATCH},
+            **exact_params(ranks, store, model=net, run_id=run_id, batch_size=BATCH),
             optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
             loss=torch.nn.functional.mse_loss,
             callbacks=[Freezing()],
             epochs=EPOCHS,
             validation=0.5,
-            shuffle=False,
-            scale_learning_rate=False,
             checkpoint_every_n_steps=1,
             keep_checkpoints=99,
         )

@@ -11,8 +11,6 @@ import pytest
 import torch
 from estimators import exact_params
 from optimizers import (
-    ILL_CONDITIONED,
-    SINGLE_INSIDE,
     Make,
     import_timm_optimizers,
     make_net,
@@ -64,7 +62,7 @@ def fit_torch(name: str, make: Make, common: dict[str, Any]) -> torch.nn.Module:
         model=net,
         optimizer=optimizer,
         loss=mse_of_any_dtype,
-        train_minibatch_fn=step_of(name, optimizer),
+        train_minibatch_fn=step_of(optimizer),
     )
     return estimator.fit_on_parquet().getModel()
 
@@ -95,12 +93,7 @@ def assert_trains(
         found = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-parts", epochs))
     assert len({result.weights_digest for result in ranks.results}) == 1
     for (key, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        tolerance = {"rtol": 1e-8, "atol": 1e-10}
-        if name in ILL_CONDITIONED:
-            tolerance = {"rtol": 0.0, "atol": 0.05}
-        elif value.dtype == torch.float32 or name in SINGLE_INSIDE:
-            tolerance = {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(value, other, **tolerance, msg=f"{name} {key}")
+        torch.testing.assert_close(value, other, rtol=1e-8, atol=1e-10, msg=f"{name} {key}")
     if whole:
         once = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-whole", EPOCHS))
         for value, other in zip(found.parameters(), once.parameters(), strict=True):

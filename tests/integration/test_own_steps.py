@@ -147,8 +147,18 @@ def returned(
     return outputs, {"loss": loss_fn([outputs], [classes_of(labels[0])])}
 
 
+def stated(
+    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
+) -> Any:
+    """Return the loss with its denominator, as models do that compute their own loss."""
+    outputs = model(*inputs)
+    loss, weight = by_weight(outputs, labels[0])
+    return outputs, {"loss": loss, "denominator": weight}
+
+
 @pytest.mark.parametrize(
-    ("step", "library", "passes"), [(several_losses, "torch", 1), (returned, "horovod", 2)]
+    ("step", "library", "passes"),
+    [(several_losses, "torch", 1), (returned, "horovod", 2), (stated, "torch", 2)],
 )
 def test_losses_with_weights_of_their_own_train_as_in_one_process(
     store: Any, step: Any, library: str, passes: int
@@ -178,10 +188,12 @@ def test_losses_with_weights_of_their_own_train_as_in_one_process(
         optimizer.zero_grad()
         if step is several_losses:
             loss = low(scores, label)[0] + by_weight(scores, label)[0] + regular(scores, label)
+        elif step is stated:
+            loss = by_weight(scores, label)[0]
         else:
             loss = weighted_classes(scores, label)
         loss.backward()
-        if step is not returned:
+        if step is several_losses:
             torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
         optimizer.step()
     assert_same_weights(model.getModel(), expected)

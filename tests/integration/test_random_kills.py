@@ -91,15 +91,14 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
 )
 def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
-    number = 2 if framework == "torch" else 1
-    check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
+    check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), 1)
 
 
 @pytest.mark.parametrize(
     ("framework", "sharding"),
     [
-        ("keras", None),
-        pytest.param("torch", None, marks=pytest.mark.soak),
+        ("torch", None),
+        pytest.param("keras", None, marks=pytest.mark.soak),
         pytest.param("torch", "full", marks=pytest.mark.soak),
     ],
 )

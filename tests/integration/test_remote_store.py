@@ -25,45 +25,9 @@ def columns(tmp_path: Path) -> dict[str, np.ndarray]:
     return write_rows(tmp_path / "intermediate_train_data", 64)
 
 
-def files_of(folder: Path) -> dict[str, int]:
-    """Return the files of the run, without the numbers in their names, and their sizes."""
-    run = folder / "runs" / "far"
-    return {
-        str(path.relative_to(run).parent / path.name.split(".")[0]): path.stat().st_size
-        for path in run.rglob("*")
-        if path.is_file()
-    }
-
-
 def check(found: torch.nn.Module, columns: dict[str, np.ndarray]) -> None:
     expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["sgd"], 2)
     assert_same_weights(found, expected)
-
-
-def test_torch(backend: Any, tmp_path: Path, columns: Any) -> None:
-    from reference import make_net
-
-    from hvd_estimators.torch import TorchEstimator
-
-    net = make_net()
-    model = TorchEstimator(
-        backend=backend,
-        store=remote_store.make_store(tmp_path),
-        model=net,
-        optimizer=OPTIMIZERS["sgd"](net.parameters()),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["features"],
-        label_cols=["label"],
-        validation=0.5,
-        shuffle=False,
-        scale_learning_rate=False,
-        verbose=0,
-        **RUN,
-    ).fit_on_parquet()
-    check(model.getModel(), columns)
-    files = files_of(tmp_path)
-    assert files["checkpoints/checkpoint-000002"] > 0
-    assert files["logs/events"] > 0
 
 
 def test_rows_in_several_folders_of_another_filesystem(

@@ -200,17 +200,6 @@ def test_bfloat16_computes_in_16_bits_and_trains_in_32(store: Any) -> None:
     assert 0 < distance(sharded) < 4 * distance(whole) + 1e-4
 
 
-def test_validation_takes_part_on_all_ranks(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), ROWS)
-    write_rows(Path(store.get_val_data_path()), 7, seed=1)
-    given = {"validation": 0.5, "val_batch_size": 1}
-    sharded = fit(store, 2, Net(), **given).getHistory()
-    whole = fit(store, 2, Net(), sharding="none", **given).getHistory()
-    for found, expected in zip(sharded, whole, strict=True):
-        for stage in ("train", "validation"):
-            assert found[stage]["loss"] == pytest.approx(expected[stage]["loss"], rel=1e-5)
-
-
 # Adam would magnify the rounding errors of a bias before batch normalization.
 @pytest.mark.parametrize(("make", "name"), [(DataDependent, "momentum"), (Net, "adamw")])
 def test_a_run_resumes_on_the_same_and_on_fewer_ranks_and_without_sharding(
@@ -318,14 +307,17 @@ def test_the_best_weights_are_restored_after_a_resume(store: Any) -> None:
     def trained(ranks: int = 2, **params: Any) -> Any:
         # The losses fall, so the first epoch has the largest.
         stopping = EarlyStopping("val_loss", patience=9, mode="max", restore_best=True)
-        given = {"validation": 0.5, "callbacks": [stopping], "epochs": 4}
-        return fit(store, ranks, Net(), "momentum", **{**given, **params})
+        # One rank has a batch less than the other one.
+        given = {"validation": 0.5, "val_batch_size": 1, "callbacks": [stopping], "epochs": 4}
+        return fit(store, ranks, Net(), **{**given, **params})
 
     expected = trained(sharding="none")
     losses = [record["validation"]["loss"] for record in expected.getHistory()]
     assert losses.index(max(losses)) == 0
     found = trained(run_id="mine", keep_checkpoints=9)
     assert_same(found.getModel(), expected.getModel(), 1e-5)
+    of_epochs = [record["validation"]["loss"] for record in found.getHistory()]
+    assert of_epochs == pytest.approx(losses, rel=1e-5)
     for number, (run_id, (epoch, _)) in enumerate(kept_checkpoints(store, "mine")):
         params: dict[str, Any] = [{}, {"sharding": "none"}, {"ranks": 1}][number % 3]
         resumed = trained(run_id=run_id, **params)
@@ -348,7 +340,7 @@ class DyingStore(LocalStore):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-MOMENTS = [f"000002.tensors/*-0000{rank}-of-00004" for rank in (1, 4)] + [
+MOMENTS = [f"000002.tensors/*-0000{rank}-of-00002" for rank in (1, 2)] + [
     "000002.ckpt",
     "000002.json",
 ]
@@ -358,17 +350,17 @@ MOMENTS = [f"000002.tensors/*-0000{rank}-of-00004" for rank in (1, 4)] + [
 def test_a_checkpoint_that_is_killed_in_parts_is_the_old_one(tmp_path: Path, moment: str) -> None:
     store = DyingStore(str(tmp_path))
     write_rows(Path(store.get_train_data_path()), ROWS)
-    expected = fit(store, 4, Net(), run_id="whole", keep_checkpoints=9)
+    expected = fit(store, 2, Net(), run_id="whole", keep_checkpoints=9)
     store.dies_at = moment
     with pytest.raises(WorkerFailedError):
-        fit(store, 4, Net(), run_id="mine", backend=LocalBackend(4))
+        fit(store, 2, Net(), run_id="mine", backend=LocalBackend(2))
     assert Path(store.folder, "killed").exists()
     store.dies_at = ""
     first, _ = list_checkpoints(store, store.run_paths("whole"))
     old, kept = load_checkpoint(first.path), load_checkpoint(store, "mine")
     assert kept.epoch == 1
     torch.testing.assert_close(kept.content["model"], old.content["model"], rtol=0, atol=0)
-    resumed = fit(store, 4, Net(), run_id="mine")
+    resumed = fit(store, 2, Net(), run_id="mine")
     torch.testing.assert_close(
         resumed.getModel().state_dict(), expected.getModel().state_dict(), rtol=0, atol=0
     )
