@@ -89,6 +89,15 @@ def store(tmp_path: Path) -> object:
 
 
 @pytest.fixture
+def cleared_cache() -> Iterator[None]:
+    """Forget the data that a test prepares."""
+    from hvd_estimators import clear_training_cache
+
+    yield
+    clear_training_cache()
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Filesystem of one megabyte."""
     folder = tmp_path / "disk"

@@ -49,24 +49,6 @@ def train_torch() -> tuple[dict[str, Any], list[float]]:
     return place(hvd), [float(net.weight), float(net.bias)]
 
 
-def train_tensorflow() -> tuple[dict[str, Any], list[float]]:
-    """Fit the same line with TensorFlow."""
-    import horovod.tensorflow as hvd
-    import numpy as np
-    import tensorflow as tf
-
-    hvd.init()
-    x = np.arange(ROWS, dtype=float)[hvd.rank() :: hvd.size()]
-    line = tf.Variable([float(hvd.rank())] * 2, dtype=tf.float64)
-    hvd.broadcast_variables([line], root_rank=0)
-    for _ in range(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((line[0] * x + line[1] - (2 * x + 1)) ** 2)
-        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [line])
-        line.assign_sub(RATE * tf.convert_to_tensor(gradient))
-    return place(hvd), line.numpy().tolist()
-
-
 def run(train: Any, num_proc: int) -> list[Any]:
     import hvd_estimators
 

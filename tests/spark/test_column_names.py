@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unicodedata import category
 
@@ -13,24 +12,17 @@ from preparing import index_of, jobs_of, read
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
-from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.prepare.schema import _folded
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("cleared_cache")]
 
 ODD = [
     *("a`b", "`", "``", "a.b", "a", "", "c, d;{}()=\t\n", "größe", "min_0", "split_nulls"),
     *("__split", "__SPLIT_", "__length_0", "__length_1", "va`l.id", "v__indices", "V__values"),
     *("cost ${usd}", "${system:user.home}", "c0", "i0", "key", "split", "is_validation"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _clear() -> Iterator[None]:
-    yield
-    clear_training_cache()
 
 
 def odd_frame(spark: Any, names: list[str], shuffled: bool = False) -> Any:

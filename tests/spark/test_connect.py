@@ -172,7 +172,7 @@ def test_more_ranks_than_slots_fail_at_once(connect: Application) -> None:
     started = time.monotonic()
     with pytest.raises(SlotsError, match=f"has {SLOTS}. Set num_proc to {SLOTS} or less"):
         connect.run(job)
-    assert time.monotonic() - started < 30  # Spark alone would wait for ten minutes
+    assert time.monotonic() - started < 120  # Spark alone would wait for ten minutes
 
 
 def test_interrupting_the_users_tag_cancels_the_ranks(connect: Application) -> None:
@@ -202,7 +202,7 @@ def test_interrupting_the_users_tag_cancels_the_ranks(connect: Application) -> N
         connect.run(job, str(connect.folder / "begun"))
 
 
-def test_fitting_saving_and_loading(connect: Application) -> None:
+def test_fitting_saving_and_loading(connect: Application, spark: Any) -> None:
     def job(folder: str) -> Any:
         from pyspark.ml import Pipeline, PipelineModel
 
@@ -233,6 +233,8 @@ def test_fitting_saving_and_loading(connect: Application) -> None:
         found["pipeline"] = predictions(loaded, "y__output")
         return found
 
+    from hvd_estimators.torch import TorchModel
+
     found = connect.run(job, str(connect.folder / "fit"), timeout=560)
     _, y = linear_rows()
     np.testing.assert_allclose(found["weights"], WEIGHTS, atol=1e-3)
@@ -244,28 +246,11 @@ def test_fitting_saving_and_loading(connect: Application) -> None:
     assert found["of null"] is None
     for other in ("loaded", "pipeline", "in sql", "of a stream"):
         np.testing.assert_array_equal(found[other], found["predicted"])
+    # A session with a JVM loads the model, too.
+    loaded = TorchModel.load(str(connect.folder / "fit" / "model")).getModel()
+    np.testing.assert_array_equal(loaded[0].weight.detach().numpy()[0], found["weights"])
     assert "exists" in found["exists"]
     assert found["params"] == 15
-
-
-def test_models_saved_over_connect_load_without_it(connect: Application, spark: Any) -> None:
-    def job(folder: str) -> Any:
-        import torch
-
-        from hvd_estimators.torch import TorchModel
-
-        model = TorchModel(
-            model=torch.nn.Linear(4, 1), feature_columns=["the x"], label_columns=["y"]
-        )
-        model.save(folder)
-        return model.getModel().weight.detach().numpy()
-
-    from hvd_estimators.torch import TorchModel
-
-    folder = str(connect.folder / "elsewhere")
-    weight = connect.run(job, folder)
-    loaded = TorchModel.load(folder)
-    np.testing.assert_array_equal(loaded.getModel().weight.detach().numpy(), weight)
 
 
 def test_an_estimator_trains_on_prepared_data(connect: Application) -> None:

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-EVERY_WAY = [*itertools.product([None, "val"], [False, True], ["process", "thread"])]
 SOME_WAYS = [(None, True, "process"), ("val", False, "process")]
 
 
@@ -162,12 +161,6 @@ MAKERS = [torch_estimator, keras_estimator, lightning_estimator]
 )
 def test_direct_parquet(spark: Any, store: Any, make: Any) -> None:
     check(spark, store, make, SOME_WAYS)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("make", MAKERS)
-def test_direct_parquet_with_all_reader_options(spark: Any, store: Any, make: Any) -> None:
-    check(spark, store, make, EVERY_WAY)
 
 
 def test_validation_set_to_text_reads_val_path(spark: Any, store: Any) -> None:

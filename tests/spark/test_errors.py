@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +61,6 @@ def test_fewer_rows_than_ranks_are_rejected(spark: Any, store: Any) -> None:
     assert_nothing_written(store)
 
 
-def test_a_null_in_the_validation_column_is_rejected(spark: Any, store: Any) -> None:
-    frame = numbers(spark).withColumn("held_out", F.when(F.col("x") > 3, F.col("x") > 10))
-    with pytest.raises(DataError, match=r"validation.*4 nulls"):
-        line_estimator(store, validation="held_out").fit(frame)
-    assert_nothing_written(store)
-
-
-def test_batch_normalization_on_a_single_row_is_rejected(spark: Any, store: Any) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-    with pytest.raises(DataError, match="batch_size=1"):
-        line_estimator(store, model=net, batch_size=1, num_proc=1).fit(numbers(spark, 9))
-
-
 def test_an_error_on_one_rank_reaches_the_driver_with_its_traceback(spark: Any, store: Any) -> None:
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         import os
@@ -92,11 +78,3 @@ def test_an_error_on_one_rank_reaches_the_driver_with_its_traceback(spark: Any, 
     # The prepared data is no longer in use.
     clear_training_cache()
     assert [path.name for path in Path(store.prefix_path).iterdir() if path.name != "runs"] == []
-
-
-def test_decimals_and_booleans_are_converted(spark: Any, store: Any) -> None:
-    frame = spark.createDataFrame(
-        [(Decimal("1.5"), True), (Decimal("2.5"), False)] * 4, "x decimal(10,2), y boolean"
-    )
-    model = line_estimator(store, num_proc=1).fit(frame)
-    assert model.transform(frame).count() == 8

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import line_estimator
 
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.torch import TorchEstimator, load_predictor
+from hvd_estimators.torch import load_predictor
 
 pytestmark = pytest.mark.spark
 
@@ -56,22 +57,6 @@ def frame_of(spark: Any, names: list[str]) -> Any:
     return spark.createDataFrame(rows, f"{schema}, y double").coalesce(1)
 
 
-def estimator_of(store: Any, net: torch.nn.Module, names: list[str], **more: Any) -> Any:
-    return TorchEstimator(
-        backend=LocalBackend(1),
-        store=store,
-        model=net,
-        loss=torch.nn.functional.mse_loss,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        feature_cols=names,
-        label_cols=["y"],
-        batch_size=2,
-        epochs=1,
-        verbose=0,
-        **more,
-    )
-
-
 def mean_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((outputs - labels.reshape(-1, 1)) ** 2).mean()
 
@@ -88,8 +73,9 @@ def test_ends_of_types_keep_their_values(spark: Any, store: Any, tmp_path: Path)
         for name in names
     }
     frame = frame_of(spark, names)
-    estimator = estimator_of(store, Only(known), names, column_dtypes=EXACT)
-    model = estimator.setLoss(mean_error).fit(frame)
+    params = {"feature_cols": names, "input_shapes": None, "column_dtypes": EXACT}
+    params |= {"backend": LocalBackend(1), "loss": mean_error, "batch_size": 2}
+    model = line_estimator(store, model=Only(known), **params).fit(frame)
 
     rows = model.transform(frame).select("y", "y__output").collect()
     assert [row[1].toArray().tolist() for row in rows] == [[row[0]] * len(names) for row in rows]

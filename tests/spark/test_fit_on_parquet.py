@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
+from estimators import sum_estimator
 from pyarrow import parquet
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.exceptions import StoreError
 
 pytestmark = pytest.mark.spark
 
@@ -34,17 +33,6 @@ def make_frame(spark: Any, rows: int = 60) -> Any:
     )
 
 
-class Sum(torch.nn.Module):
-    """Weighted sum of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: torch.Tensor, day: torch.Tensor) -> torch.Tensor:
-        return self.weights[0] * x + self.weights[1] * day
-
-
 def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) -> None:
     frame = make_frame(spark)
     for part in ("train", "val"):
@@ -52,21 +40,8 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
     store = Store.create(
         str(tmp_path / "store"), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")
     )
-    net = Sum()
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x", "day"],
-        label_cols=["y"],
-        batch_size=30,  # of 2 ranks: one step on all rows
-        validation=True,
-        random_seed=1,
-        epochs=1,
-        verbose=0,
-    )
+    # Batches of 30 on 2 ranks: one step on all rows.
+    estimator = sum_estimator(store, batch_size=30, validation=True)
 
     other = {"store": str(tmp_path / "other"), "validation": None}
     models = [
@@ -152,30 +127,12 @@ def test_legacy_lists_of_nullable_lists_are_read_or_rejected(
     np.testing.assert_array_equal(found, [row["pairs"] for row in frame.collect()])
 
 
-def test_sparks_null_partition_is_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
-    frame = make_frame(spark, 9).withColumn("day", F.when(F.col("day") > 0, F.col("day")))
-    frame.write.partitionBy("day").parquet(str(tmp_path / "data"))
-
-    with pytest.raises(DataError, match="'day' is null in all rows of"):
-        read_manifest(store, str(tmp_path / "data"), None, ["x", "day"])
-    assert read_manifest(store, str(tmp_path / "data"), None, ["x"]).train.rows == 9
-
-
 def test_a_warning_reports_unused_files_at_val_path(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "val").mkdir()
     store = Store.create(
         str(tmp_path / "store"), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")
     )
-    net = Sum()
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x", "day"],
-        label_cols=["y"],
-    )
+    estimator = sum_estimator(store)
     validating = estimator.copy({estimator.validation: True})
     for tried, told in ((estimator, 1), (validating, 0)):
         caplog.clear()

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-from delta_tables import hide_rows
 from deltalake import write_deltalake
+from estimators import sum_estimator
 from foreign import read
 from iceberg_tables import append, create
 from pyiceberg import types as iceberg
@@ -26,7 +25,6 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, StoreError
 from hvd_estimators.fitting.stores import find_tables
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
 
@@ -60,29 +58,8 @@ def make_frame(spark: Any) -> Any:
     )
 
 
-class Sum(torch.nn.Module):
-    """Weighted sum of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: torch.Tensor, day: torch.Tensor) -> torch.Tensor:
-        return self.weights[0] * x + self.weights[1] * day
-
-
-def make_estimator(store: Any, **params: Any) -> TorchEstimator:
-    net = Sum()
-    return TorchEstimator(
-        **{
-            **{"num_proc": 2, "store": store, "model": net, "verbose": 0, "epochs": 1},
-            "optimizer": torch.optim.SGD(net.parameters(), lr=0.05),
-            "loss": torch.nn.functional.mse_loss,
-            **{"feature_cols": ["x", "day"], "label_cols": ["y"], "random_seed": 1},
-            "batch_size": ROWS,  # one step on all rows
-            **params,
-        }
-    )
+def make_estimator(store: Any, **params: Any) -> Any:
+    return sum_estimator(store, batch_size=ROWS, **params)  # one step on all rows
 
 
 def step(rows: Any) -> Any:
@@ -121,56 +98,6 @@ def test_a_table_with_odd_partitions_trains_as_its_dataframe(
     assert len(predicted) == len({(x, day) for x, day, _ in collect(frame)})
 
 
-def keras_weights(store: Any) -> Any:
-    import keras
-
-    from hvd_estimators.keras import KerasEstimator
-
-    net = keras.Sequential(
-        [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(2,))]
-    )
-    estimator = KerasEstimator(
-        **{"num_proc": 2, "store": store, "model": net, "verbose": 0, "epochs": 1},
-        **{"optimizer": keras.optimizers.SGD(0.05), "loss": "mse", "batch_size": ROWS},
-        **{"feature_cols": [["x", "day"]], "label_cols": ["y"]},
-    )
-    return estimator.fit_on_table("rows").getModel().get_weights()[0].ravel()
-
-
-def lightning_weights(store: Any) -> Any:
-    from lightning import LightningModule
-
-    from hvd_estimators.lightning import LightningEstimator
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Sum()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return torch.nn.functional.mse_loss(self.net(batch["x"], batch["day"]), batch["y"])
-
-        def forward(self, x: Any, day: Any) -> Any:
-            return self.net(x, day)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    estimator = LightningEstimator(
-        **{"num_proc": 2, "store": store, "model": Module(), "verbose": 0, "epochs": 1},
-        **{"feature_cols": ["x", "day"], "label_cols": ["y"], "batch_size": ROWS},
-    )
-    return estimator.fit_on_table("rows").getModel().net.weights.detach().numpy()
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("fit", [keras_weights, lightning_weights])
-def test_other_estimators_train_on_tables(spark: Any, store: Any, tables: Path, fit: Any) -> None:
-    frame = make_frame(spark)
-    frame.write.partitionBy("day", "name").saveAsTable("rows")
-    np.testing.assert_allclose(fit(store), step(collect(frame)), rtol=1e-5)
-
-
 def test_where_and_validation_where_choose_partitions(spark: Any, store: Any, tables: Path) -> None:
     frame = make_frame(spark)
     frame.write.partitionBy("day", "name", "date").saveAsTable("rows")
@@ -195,25 +122,6 @@ def test_where_and_validation_where_choose_partitions(spark: Any, store: Any, ta
     assert "validation" not in models[2].getHistory()[0]
 
 
-def test_the_fit_writes_only_its_run(spark: Any, store: Any, tables: Path) -> None:
-    make_frame(spark).write.partitionBy("day").saveAsTable("rows")
-
-    def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
-
-    before = snapshot(tables)
-    make_estimator(store, run_id="one").fit_on_table("rows")
-
-    assert snapshot(tables) == before
-    written = {
-        path.relative_to(store.prefix_path).parts[:2]
-        for path in snapshot(tables.parent)
-        if path.is_relative_to(store.prefix_path)
-    }
-    assert written == {("runs", "one")}
-
-
 def test_partition_values_have_the_types_of_the_table(spark: Any, store: Any, tables: Path) -> None:
     types = {
         **{"byte": "tinyint", "long": "bigint", "flag": "boolean", "single": "float"},
@@ -236,63 +144,6 @@ def test_partition_values_have_the_types_of_the_table(spark: Any, store: Any, ta
         expected = np.array([float(v) if isinstance(v, Decimal) else v for v in column])
         assert found[name].dtype == dtype
         np.testing.assert_array_equal(found[name][order], expected.astype(dtype))
-
-
-def test_values_of_a_string_partition_reach_a_transformation(
-    spark: Any, store: Any, tables: Path
-) -> None:
-    frame = make_frame(spark).where("name is not null")
-    frame.write.partitionBy("name").saveAsTable("rows")
-    lengths = F.length("name").cast("double")
-
-    def measured(columns: Any) -> Any:
-        return {**columns, "name": np.array([float(len(name)) for name in columns["name"]])}
-
-    estimator = make_estimator(
-        store, feature_cols=["x", "name"], transformation_batch_fn=measured, model=Named()
-    )
-    net = estimator.getOrDefault("model")
-    estimator.setParams(optimizer=torch.optim.SGD(net.parameters(), lr=0.05))
-    model = estimator.fit_on_table("rows")
-
-    rows = collect(frame.withColumn("day", lengths))
-    np.testing.assert_allclose(weights(model), step(rows), rtol=1e-5)
-
-
-def test_labels_and_weights_are_partitions(spark: Any, store: Any, tables: Path) -> None:
-    frame = make_frame(spark).withColumn("weight", F.col("day") + 1)
-    frame.write.partitionBy("day", "weight").saveAsTable("rows")
-    net = torch.nn.Linear(1, 3)
-    torch.nn.init.zeros_(net.weight)
-    torch.nn.init.zeros_(net.bias)
-    estimator = make_estimator(
-        store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
-        loss=torch.nn.functional.cross_entropy,
-        feature_cols=["x"],
-        label_cols=["day"],
-        sample_weight_col="weight",
-        input_shapes=[[-1, 1]],
-    )
-
-    model = estimator.fit_on_table("rows")
-
-    rows = collect(frame)
-    x, classes = rows[:, 0], rows[:, 1].astype(int)
-    # The gradient of a weighted cross-entropy at equal scores.
-    errors = (1 / 3 - np.eye(3)[classes]) * (classes + 1)[:, None]
-    module = model.getModel()
-    expected = -0.1 * (errors * x[:, None]).mean(axis=0), -0.1 * errors.mean(axis=0)
-    for parameter, values in zip((module.weight.ravel(), module.bias), expected, strict=True):
-        np.testing.assert_allclose(parameter.detach().numpy(), values, rtol=1e-5, atol=1e-7)
-
-
-class Named(Sum):
-    """Sum whose second input has another name."""
-
-    def forward(self, x: torch.Tensor, name: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, name)
 
 
 def test_removed_partitions_and_foreign_files_are_not_read(
@@ -335,13 +186,6 @@ def test_a_partition_in_another_folder_needs_its_value_in_the_path(
         with pytest.raises(StoreError, match=r"partition value day=1 in .*path does not tell"):
             load(store, "rows", None, "x", "day")
         spark.sql("alter table rows drop partition (day=1)")
-
-
-def test_buckets_are_read(spark: Any, store: Any, tables: Path) -> None:
-    frame = make_frame(spark)
-    frame.write.bucketBy(4, "day").sortBy("x").saveAsTable("rows")
-    found = load(store, "rows", None, "x")
-    np.testing.assert_array_equal(np.sort(found["x"]), np.sort(collect(frame)[:, 0]))
 
 
 @pytest.mark.parametrize(
@@ -397,17 +241,6 @@ def test_a_table_that_spark_lacks_a_connector_for_is_an_error(
     assert "delta.`path`" in str(error.value) or "fit(spark.table('rows'))" in str(error.value)
 
 
-@pytest.mark.once  # newer versions of Spark do not describe a table whose connector they lack
-def test_mapped_columns_of_a_delta_table_are_an_error(spark: Any, store: Any, tables: Path) -> None:
-    make_frame(spark).write.saveAsTable("rows")
-    for mode, message in (("name", "column mapping"), ("none", "find the data source: delta")):
-        spark.sql(f"alter table rows set tblproperties ('delta.columnMapping.mode'='{mode}')")
-        if mode == "name":
-            set_provider(spark, "rows", "delta")
-        with pytest.raises(ParamError, match=message):
-            make_estimator(store).fit_on_table("rows")
-
-
 def test_wrong_params_say_what_to_do(spark: Any, store: Any, tables: Path) -> None:
     make_frame(spark).write.partitionBy("day", "name").saveAsTable("rows")
     estimator = make_estimator(store)
@@ -425,17 +258,6 @@ def test_wrong_params_say_what_to_do(spark: Any, store: Any, tables: Path) -> No
 
 class Folders(DataModule):
     """A reader that finds its own files."""
-
-
-def test_a_null_partition_is_an_error_only_where_it_is_needed(
-    spark: Any, store: Any, tables: Path
-) -> None:
-    frame = make_frame(spark).withColumn("day", F.when(F.col("day") > 0, F.col("day")))
-    frame.write.partitionBy("day").saveAsTable("rows")
-    with pytest.raises(DataError, match="'day' is null in all rows of"):
-        load(store, "rows", None, "x", "day")
-    assert set(load(store, "rows", "day is not null", "x", "day")["day"]) == {1, 2}
-    assert load(store, "rows", "day is null", "x")["x"].size == ROWS // 3
 
 
 def test_a_part_of_a_file_cannot_be_chosen(spark: Any, store: Any, tables: Path) -> None:
@@ -503,14 +325,6 @@ def test_a_delta_table_is_read_where_spark_lacks_delta(
     assert some["day"].dtype == "int32"
     with pytest.raises(ParamError, match=r"where: Spark cannot choose rows of .* by its partition"):
         estimator.fit_on_table(name, "x < 0.5")
-
-
-def test_hidden_rows_of_a_delta_table_are_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
-    table = tmp_path / "table"
-    write_deltalake(table, pa.table({"x": [1.0, 2.0], "day": [1.0, 2.0], "y": [1.0, 2.0]}))
-    hide_rows(table, 0, 1)
-    with pytest.raises(StoreError, match="deletion vectors hide rows of its files"):
-        make_estimator(store).fit_on_table(f"delta.`{table}`")
 
 
 def iceberg_table(folder: Path, frame: Any) -> Any:

@@ -29,14 +29,6 @@ def pinned_gpus(num_proc: int, **env: str) -> list[str]:
     return SparkBackend(num_proc, env=env or None).run(pinned_gpu)
 
 
-def test_consecutive_ranks_are_pinned_to_the_gpus_of_one_executor(
-    gpu_cluster: Application,
-) -> None:
-    pins = gpu_cluster.run(pinned_gpus, 4)
-
-    assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
-
-
 def test_a_variable_selects_gpus_by_local_rank(gpu_cluster: Application) -> None:
     assert gpu_cluster.run(lambda: pinned_gpus(2, HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX="1")) == [
         "0",

@@ -24,7 +24,6 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
 
@@ -94,25 +93,15 @@ def ranks(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in folder.glob("*.rank")]
 
 
-def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
+def estimator_that_waits(store: Any, marker: str) -> Any:
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         if "HOROVOD_RANK" in os.environ:
             start_and_wait(marker)
         return torch.nn.functional.mse_loss(output, label)
 
-    net = torch.nn.Linear(1, 1)
-    return TorchEstimator(
-        # These ranks never finish a step.
-        backend=SparkBackend(2, env={GRACE_VARIABLE: "1"}, verbose=0),
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        loss=loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        input_shapes=[[-1, 1]],
-        verbose=0,
-    )
+    # These ranks never finish a step.
+    backend = SparkBackend(2, env={GRACE_VARIABLE: "1"}, verbose=0)
+    return line_estimator(store, backend=backend, loss=loss)
 
 
 @pytest.mark.parametrize("how", ["run", "fit", "prepare"])

@@ -8,29 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from estimators import plane_rows
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
-from pyspark.sql import functions as F
 from variants import others_in_soak
 
 from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
 
 pytestmark = pytest.mark.spark
-
-
-def make_frame(spark: Any, rows: int = 200) -> Any:
-    """Return rows of y = 2 a - 3 b + 1, with a column of rows to validate on."""
-    return (
-        spark.range(rows)
-        .select(
-            F.col("id"),
-            ((F.col("id") * 37 % 101) / 101).alias("a"),
-            ((F.col("id") * 53 % 103) / 103).alias("b"),
-            (F.col("id") % 5 == 0).alias("held_out"),
-        )
-        .withColumn("y", 2 * F.col("a") - 3 * F.col("b") + 1)
-    )
 
 
 def linear_net() -> keras.Model:
@@ -83,7 +69,7 @@ def make_estimator(store: Any, cls: Any = KerasEstimator, **params: Any) -> Kera
 
 
 def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_path: Path) -> None:
-    frame = make_frame(spark)
+    frame = plane_rows(spark)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     estimator = make_estimator(
         store,

@@ -150,24 +150,6 @@ def test_predictions_match_the_model(
     np.testing.assert_array_equal(columns[2], outputs[2])
 
 
-@pytest.mark.parametrize(
-    ("name", "output"), [("dense", (3,)), ("mixed", (3,)), ("cube", (2, 1, 3)), ("a_long", ())]
-)
-def test_a_single_column_and_a_single_output(
-    spark: Any, rows: DataFrame, name: str, output: tuple[int, ...]
-) -> None:
-    model = TorchModel(
-        model=torch.nn.Identity(),
-        feature_columns=[name],
-        label_columns=["y"],
-        input_shapes=[[-1, *SHAPES[name]]],
-        output_shapes=[list(output)],
-    )
-    found = model.transform(rows).select(name, "y__output").collect()
-    expected = [np.array(as_number(row[name]), np.float32).tolist() for row in found]
-    assert [as_number(row["y__output"]) for row in found] == expected
-
-
 def test_vectors_are_sent_as_stored(rows: DataFrame) -> None:
     """Send no null lists to Arrow UDFs: their cost grows with the row's place in the batch."""
     none = [] if has_arrow_udfs() else None

@@ -13,9 +13,8 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.param import Param, Params
 from pyspark.sql import functions as F
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import LightningModule
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import (
     LightningEstimator,
     LightningModel,
@@ -121,14 +120,6 @@ def test_a_pipeline_fits_predicts_saves_and_loads(
     assert Path(store.get_checkpoints("line")[-1]).name == "checkpoint-000025.ckpt"
 
 
-def test_a_saved_estimator_fits_after_loading(spark: Any, store: Any, tmp_path: Path) -> None:
-    make_estimator(store, backend=None, callbacks=[Callback()]).save(str(tmp_path / "estimator"))
-    loaded = LightningEstimator.load(str(tmp_path / "estimator")).setBackend(InProcessBackend())
-    assert isinstance(loaded.getCallbacks()[0], Callback)
-    model = loaded.fit(with_vector(make_frame(spark, 40)))
-    assert len(model.getHistory()) == 2
-
-
 class Classifier(TorchEstimator):
     """Estimator like those of packages on ``horovod.spark.lightning``: `Param`, ``_kwargs``."""
 
@@ -203,23 +194,6 @@ def test_subclasses_like_other_packages_predict_row_by_row(spark: Any, store: An
     assert all(row["doubled"] for row in rows)
 
 
-class TextModel(LightningModel):
-    """Read a string, like a tokenizer."""
-
-    def get_prediction_fn(self) -> Any:
-        return lambda module, row: torch.tensor([[float(len(row["text"])), float(row.number)]])
-
-
-@pytest.mark.once
-def test_a_prediction_function_gets_strings_and_numbers(spark: Any) -> None:
-    frame = spark.createDataFrame([("one", 1), ("three", 3)], ["text", "number"])
-    model = TextModel(
-        model=torch.nn.Identity(), feature_columns=["text", "number"], outputCols=["o"]
-    )
-    found = [row["o"].toArray().tolist() for row in model.transform(frame).select("o").collect()]
-    assert found == [[3.0, 1.0], [5.0, 3.0]]
-
-
 def test_integers_stay_integers_and_floats_get_the_parameters_type(spark: Any) -> None:
     class Lookup(torch.nn.Module):
         def __init__(self) -> None:
@@ -232,27 +206,3 @@ def test_integers_stay_integers_and_floats_get_the_parameters_type(spark: Any) -
     frame = spark.createDataFrame([(1, 2.0), (3, 0.5)], ["index", "x"])
     model = LightningModel(model=Lookup(), feature_columns=["index", "x"], outputCols=["o"])
     assert [row["o"] for row in model.transform(frame).select("o").collect()] == [10.0, 6.5]
-
-
-class Doubling(Line):
-    """Predict in `predict_step` other values, of another shape, than in ``forward``."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return 2 * self(batch["v"])[:, 0]
-
-
-@pytest.mark.once
-def test_use_predict_step(spark: Any) -> None:
-    frame = with_vector(make_frame(spark, 10))
-    module = Doubling()
-    model = LightningModel(model=module, feature_columns=["v"], outputCols=["o"])
-    by_forward = [row["o"] for row in model.transform(frame).select("o").collect()]
-    by_step = model.setUsePredictStep(True).transform(frame).select("o").collect()
-    assert [row["o"] for row in by_step] == pytest.approx([2 * value for value in by_forward])
-    with pytest.raises(ParamError, match="not a LightningModule"):
-        LightningModel(
-            model=torch.nn.Linear(2, 1),
-            feature_columns=["v"],
-            outputCols=["o"],
-            use_predict_step=True,
-        ).transform(frame)

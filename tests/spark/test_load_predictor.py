@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import decimal
 import os
-import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -263,81 +261,6 @@ def test_nan_becomes_null_in_types_without_nan(spark: Any, tmp_path: Path) -> No
     one = spark.createDataFrame([(too_large[0].tolist(),)], frame.schema).coalesce(1)
     with pytest.raises(Exception, match=wrong):
         model.transform(one).collect()
-
-
-class Doubles(torch.nn.Module):
-    """Return the inputs: a number, several numbers, and a matrix."""
-
-    def forward(self, *features: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return features
-
-
-def test_output_types_match_transform(spark: Any, tmp_path: Path) -> None:
-    """Compare with `float` of each Decimal, and with Spark's own casts of the doubles."""
-    features = ["number", "several", "nested"]
-    depths = dict(zip(features, range(3), strict=True))
-    rng = random.Random(3)
-    context = decimal.Context(prec=80)
-
-    def draw(count: int) -> list[decimal.Decimal]:
-        numbers = (
-            rng.randint(-(10**38) + 1, 10**38 - 1) // 10 ** rng.randint(0, 38) for _ in range(count)
-        )
-        return [decimal.Decimal(number).scaleb(-9, context) for number in numbers]
-
-    rows = [(*draw(1), draw(2), [draw(1), draw(1)]) for _ in range(300)]
-    types = {name: "array<" * d + "decimal(38,9)" + ">" * d for name, d in depths.items()}
-    frame = spark.createDataFrame(rows, ", ".join(map(" ".join, types.items()))).coalesce(1)
-    table = pa.table(
-        {name: [row[place] for row in rows] for place, name in enumerate(features)},
-        pa.schema([(name, nested(pa.decimal128(38, 9), depth)) for name, depth in depths.items()]),
-    )
-    model = TorchModel(
-        model=Doubles(),
-        feature_columns=features,
-        label_columns=features,
-        output_shapes=[[], [2], [2, 1]],
-        column_dtypes=dict.fromkeys(features, "float64"),
-        outputCols=["o0", "o1", "o2"],
-    )
-    small = frame.selectExpr(
-        "number % 1000 as number",
-        "transform(several, x -> x % 1000) as several",
-        "transform(nested, x -> transform(x, y -> y % 1000)) as nested",
-    ).coalesce(1)
-    small_table = pa.table(
-        {name: small.toPandas()[name].tolist() for name in features}, table.schema
-    )
-    for element in ("double", "int", "float", "boolean"):
-        ddls = ["array<" * depth + element + ">" * depth for depth in range(3)]
-        given, arrow = (frame, table) if element == "double" else (small, small_table)
-        typed = model.copy().setOutputTypes(ddls)
-        predictor = load_predictor(save(typed, tmp_path / element))
-        predicted = typed.transform(given)
-        casts = [f"cast(cast({name} as {ddl.replace(element, 'double')}) as {ddl})"
-                 for name, ddl in zip(features, ddls, strict=True)]  # fmt: skip
-        expected = given.selectExpr(*(f"{cast} as o{i}" for i, cast in enumerate(casts)))
-        assert [*map(str, predicted.schema[-3:])] == [*map(str, expected.schema)]
-        found = [row[3:] for row in map(tuple, predicted.collect())]
-        wanted = [*map(tuple, expected.collect())]
-        assert found == wanted, element
-        made = predictor.predict(arrow)
-        assert [*zip(*(made.column(i).to_pylist() for i in range(3)), strict=True)] == found
-        frame_of_pandas = predictor.predict(arrow.to_pandas())
-        assert frame_of_pandas["o0"].tolist() == [row[0] for row in found]
-        records = predictor.predict(arrow.to_pylist())
-        assert [record["o0"] for record in records[:50]] == [row[0] for row in found[:50]]
-        if element == "double":
-            assert [row[0] for row in found] == [float(row[0]) for row in rows]
-            assert [row[2] for row in found] == [
-                [[float(n) for n in m] for m in r[2]] for r in rows
-            ]
-        udf = given.select(typed.as_udf()(*features).alias("made")).select("made.*")
-        assert [*map(tuple, udf.collect())] == found
-
-
-def nested(data_type: Any, depth: int) -> Any:
-    return data_type if not depth else pa.list_(nested(data_type, depth - 1))
 
 
 def test_a_keras_model_predicts_on_numbers_and_text(spark: Any, tmp_path: Path) -> None:

@@ -82,47 +82,26 @@ def check_places(cluster_kind: ClusterKind, places: list[dict[str, Any]]) -> Non
         assert pins == [GPU] * ranks
     if cluster_kind.name != "gpus":
         assert len(set(executors)) == (1 if cluster_kind.name == "local" else 2)
-    elif ranks == 4:
+    else:
         assert executors[0] == executors[1] != executors[2] == executors[3]
         assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
-    else:
-        assert len(set(pins)) == ranks
     containers = {found["container"] for found in places}
     assert (len(containers), None in containers) == (
         (2, False) if cluster_kind.name == "yarn" else (1, True)
     )
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        on_clusters.train_torch,
-        pytest.param(on_clusters.train_tensorflow, marks=pytest.mark.soak),
-    ],
-)
-def test_ranks_know_their_places_and_train_like_one_process(
-    cluster_kind: ClusterKind, train: Callable[[], Any]
-) -> None:
-    ranks = cluster_kind.ranks if train is on_clusters.train_torch else 2
-
-    results = cluster_kind.run(on_clusters.run, train, ranks, timeout=560)
+def test_ranks_know_their_places_and_train_like_one_process(cluster_kind: ClusterKind) -> None:
+    train = on_clusters.train_torch
+    results = cluster_kind.run(on_clusters.run, train, cluster_kind.ranks, timeout=560)
 
     for _, found in results:
         np.testing.assert_allclose(found, line(), rtol=1e-12)
     check_places(cluster_kind, [found for found, _ in results])
 
 
-# Other tests fit on the first two.
-@pytest.mark.parametrize(
-    "cluster_kind",
-    [
-        pytest.param("local", marks=pytest.mark.soak),
-        pytest.param("gpus", marks=pytest.mark.soak),
-        "hosts",
-        "yarn",
-    ],
-    indirect=True,
-)
+# Other tests fit on the other kinds.
+@pytest.mark.parametrize("cluster_kind", ["hosts", "yarn"], indirect=True)
 def test_an_estimator_fits_like_one_process(cluster_kind: ClusterKind) -> None:
     np.testing.assert_allclose(
         cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=560), line(), rtol=1e-5

@@ -19,7 +19,7 @@ from parquet_files import write_columns
 
 from hvd_estimators import Store
 from hvd_estimators.estimator import HorovodEstimator
-from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
@@ -56,10 +56,6 @@ def solve(spec: LeastSquaresSpec) -> TrainResult:
             state = RunState(1, 0, spec.data.num_shards, history)
             writer.save(state, lambda file: np.savez(file, line=line))
     return TrainResult(line.round(6).tobytes().hex(), line.tobytes(), history)
-
-
-def disagree(spec: LeastSquaresSpec) -> TrainResult:
-    return TrainResult(str(np.random.default_rng().random()), b"", ())
 
 
 class Line(HorovodModel):
@@ -211,20 +207,6 @@ def test_methods_are_called_in_the_order_of_their_contracts(store: Any, dry_run:
     assert model.isSet("output_shapes") == dry_run
 
 
-def test_wrong_params_and_columns_are_rejected_before_rows_are_written(
-    spark: Any, store: Any
-) -> None:
-    frame = make_frame(spark)
-
-    with pytest.raises(ColumnError, match=r"^label_cols is not set"):
-        make_estimator(store, label_cols=None).fit(frame)
-    with pytest.raises(ColumnError, match="'z'"):
-        make_estimator(store, feature_cols=["z"]).fit(frame)
-    with pytest.raises(ParamError, match="backend and num_proc are both set"):
-        make_estimator(store, num_proc=2).fit(frame)
-    assert not Path(store.get_train_data_path()).exists()
-
-
 def test_a_run_resumes_only_with_the_same_model(store: Any) -> None:
     write_files(store)
     make_estimator(store, run_id="mine").fit_on_parquet()
@@ -232,53 +214,6 @@ def test_a_run_resumes_only_with_the_same_model(store: Any) -> None:
     make_estimator(store, run_id="mine", epochs=3).fit_on_parquet()
     with pytest.raises(ParamError, match=r"run_id: .* model: ridge 0\.0 \(now 1\.0\)"):
         make_estimator(store, run_id="mine", ridge=1.0).fit_on_parquet()
-
-
-class PlannedFramework(LineFramework):
-    """Record the planned data."""
-
-    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
-        PLANS.append(common.data)
-        return super().make_spec(common, trial)
-
-
-class Planned(LeastSquares):
-    framework_class = PlannedFramework
-
-
-PLANS: list[Any] = []
-
-
-def ranges_of(data: Any) -> list[Any]:
-    shards = data.train_plan.shards
-    return [[(part.row_group, part.start, part.stop) for part in shard] for shard in shards]
-
-
-def test_a_run_keeps_its_shards_on_fewer_ranks(spark: Any, store: Any) -> None:
-    frame = make_frame(spark)
-    PLANS.clear()
-    params = {"store": store, "feature_cols": ["an x"], "label_cols": ["y"], "verbose": 0}
-    estimator = Planned(**params, model=solve, batch_size=7, random_seed=1, run_id="mine")
-
-    for ranks in (3, 2):
-        estimator.setBackend(InProcessBackend(ranks)).fit(frame)
-
-    first, second = PLANS
-    assert (first.num_shards, first.num_ranks) == (3, 3)
-    assert (second.num_shards, second.num_ranks) == (3, 2)
-    # The files are rewritten with the same rows.
-    assert ranges_of(second) == ranges_of(first)
-    with pytest.raises(ParamError, match=r"^num_proc: the run 'mine' began with 3 ranks"):
-        estimator.setBackend(InProcessBackend(4)).fit(frame)
-    estimator.setRunId("other").setBackend(InProcessBackend(4)).fit(frame)
-    assert PLANS[-1].num_shards == 4
-
-
-def test_different_weights_on_ranks_are_reported(store: Any) -> None:
-    write_files(store)
-
-    with pytest.raises(HvdEstimatorsError, match="The ranks ended with different weights"):
-        make_estimator(store, model=disagree).fit_on_parquet()
 
 
 def test_fit_on_parquet_uses_the_store_it_is_given(tmp_path: Path) -> None:

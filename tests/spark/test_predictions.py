@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from pyspark.sql import functions as F
 
-from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -79,19 +78,6 @@ def test_a_filter_on_another_column_reaches_the_scan(spark: Any, tmp_path: Path)
     assert [tuple(row) for row in joined.collect()] == [(2, 4.0, 4.0, 4.0, 4.0)]
 
 
-def test_nan_is_a_value_and_nulls_can_be_errors(spark: Any) -> None:
-    nan = float("nan")
-    frame = spark.createDataFrame([(0, nan), (1, 1.5)], ["id", "x"]).coalesce(1)
-    model = make_model(Noting())
-    first, second = (row["y__output"] for row in model.transform(frame).orderBy("id").collect())
-    assert math.isnan(first)
-    assert second == 1.5
-    for data_type in ("double", "decimal(4,2)", "int"):
-        null = spark.range(3).select(F.when(F.col("id") != 1, 2.0).cast(data_type).alias("x"))
-        with pytest.raises(Exception, match="Column 'x' holds nulls; fill or drop them before"):
-            model.setHandleInvalid("error").transform(null).collect()
-
-
 class Choosy(torch.nn.Module):
     """Accept numbers up to 5, and fail on larger ones."""
 
@@ -114,33 +100,6 @@ def test_a_models_error_reports_the_input_shapes(
     with pytest.raises(Exception, match=told):
         model.transform(frame).collect()
     assert len(model.transform(frame.where("x < 6")).collect()) == 6
-
-
-@pytest.mark.parametrize(
-    ("shape", "data_type"),
-    [((3,), "vector"), ((3,), "array<double>"), ((1, 3), "array<array<double>>")],
-)
-def test_outputs_may_hold_nan(spark: Any, shape: tuple[int, ...], data_type: str) -> None:
-    frame = spark.createDataFrame([([1.0, float("nan"), 3.0],), ([4.0, 5.0, 0.0],)], ["x"])
-    chosen = {} if data_type == "vector" else {"output_types": [data_type]}
-    predicted = make_model(Noting(shape=shape), shape, **chosen).transform(frame)
-    assert dict(predicted.dtypes)["y__output"] == data_type
-    for row in predicted.collect():
-        output = row["y__output"]
-        found = output.toArray() if data_type == "vector" else np.array(output)
-        np.testing.assert_array_equal(found.reshape(-1), row["x"])
-
-
-def test_the_users_columns_are_never_replaced(spark: Any) -> None:
-    names = ["x", "__predicted", "__PREDICTED_", "id"]
-    frame = spark.range(3).select(*(F.col("id").cast("double").alias(name) for name in names))
-    two = {"predictionCol": "prediction", "outputs_are": "values"}
-    predicted = make_model(Noting(), **two).transform(frame)
-    assert predicted.columns == [*names, "y__output", "prediction"]
-    assert [tuple(row) for row in predicted.collect()] == [(float(i),) * 6 for i in range(3)]
-    for taken in ("Y__OUTPUT", "y__output"):
-        with pytest.raises(ColumnError, match=f"'y__output' cannot be added, there is '{taken}'"):
-            make_model(Noting()).transform(frame.withColumnRenamed("id", taken))
 
 
 def test_output_shapes_are_inferred_with_the_given_dtypes(spark: Any) -> None:

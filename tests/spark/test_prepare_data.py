@@ -29,13 +29,11 @@ from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.prepare import write
 from hvd_estimators.prepare.datasets import load_manifest
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
-
-
-@pytest.fixture(autouse=True)
-def _clear() -> Any:
-    yield
-    clear_training_cache()
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.versions,
+    pytest.mark.usefixtures("cleared_cache"),
+]
 
 
 # Written values.

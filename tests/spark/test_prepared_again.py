@@ -22,13 +22,11 @@ from hvd_estimators import (
 )
 from hvd_estimators.prepare import dataframe as prepare
 
-pytestmark = [pytest.mark.spark, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True)
-def _clear() -> Any:
-    yield
-    clear_training_cache()
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.once,
+    pytest.mark.usefixtures("cleared_cache"),
+]
 
 
 @pytest.mark.parametrize("same", [True, False])

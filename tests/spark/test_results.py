@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from estimators import line_estimator
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.torch import TorchEstimator
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -56,19 +56,14 @@ def test_models_larger_than_the_drivers_result_limit_are_trained(
         (F.col("id") * 60_000).cast("double").alias("x"), F.lit(1.0).alias("y")
     )
     net = Wide()
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
+    estimator = line_estimator(
+        store,
         model=net,
+        num_proc=2,
         optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        input_shapes=[[-1, 1]],
         column_dtypes={"x": "float64"},
         scale_learning_rate=False,
         batch_size=4,
-        verbose=0,
     )
     before = temporary_files(spark)
 

@@ -7,16 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from processes import wait_until
+from processes import ended, wait_until
 
 from hvd_estimators import run
-from hvd_estimators.exceptions import WorkerFailedError
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -39,13 +36,6 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-
-
-def ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def pids_in(folder: Path) -> list[int]:
@@ -86,25 +76,6 @@ def test_several_threads_run_ranks_at_once(spark: Any, tmp_path: Path) -> None:
     for thread in threads:
         thread.join(120)
     assert sorted(results) == [[("a", "2")] * 2, [("b", "1")]]
-
-
-def test_a_failing_rank_leaves_no_process(spark: Any, tmp_path: Path) -> None:
-    def fail() -> None:
-        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
-        rank = os.environ["HOROVOD_RANK"]
-        path = tmp_path / f"{rank}.partial"
-        path.write_text(f"{os.getpid()} {os.getppid()} {child.pid}")
-        path.rename(path.with_suffix(".pids"))
-        wait_until(lambda: len(pids_in(tmp_path)) == 6)
-        if rank == "1":
-            raise ValueError("on purpose")
-        time.sleep(300)
-
-    with pytest.raises(WorkerFailedError, match="on purpose") as caught:
-        run(fail, num_proc=2)
-    assert (caught.value.rank, caught.value.cause) == (1, "raised")
-    assert caught.value.error_type == "ValueError"
-    wait_until(lambda: all(map(ended, pids_in(tmp_path))))
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from backends import InProcessBackend
+from estimators import line_estimator
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
@@ -22,24 +23,8 @@ from hvd_estimators.torch import TorchEstimator
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
-def make_estimator(store: Any, **params: Any) -> TorchEstimator:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(1, 1)
-    return TorchEstimator(
-        **{
-            "backend": InProcessBackend(),
-            "store": store,
-            "model": net,
-            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-            "loss": torch.nn.functional.mse_loss,
-            "feature_cols": ["x"],
-            "label_cols": ["y"],
-            "input_shapes": [[1]],
-            "random_seed": 1,
-            "verbose": 0,
-            **params,
-        }
-    )
+def make_estimator(store: Any, **params: Any) -> Any:
+    return line_estimator(store, lr=0.1, **{"backend": InProcessBackend(), **params})
 
 
 def test_each_fit_of_a_cross_validator_has_a_separate_run(

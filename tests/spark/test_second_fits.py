@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import line_estimator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
 
@@ -58,19 +58,8 @@ def test_further_fits_read_their_own_columns(
     expected = np.array(trained(*arrays))
     for kind, rows in frames.items():
         names = ["c", "d"] if kind == "renamed" else ["a", "b"]
-        net = Weighted()
-        estimator = TorchEstimator(
-            backend=LocalBackend(1),
-            store=store,
-            model=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-            loss=torch.nn.functional.mse_loss,
-            feature_cols=names,
-            label_cols=["y"],
-            batch_size=ROWS,
-            epochs=1,
-            verbose=0,
-        )
+        params = {"backend": LocalBackend(1), "feature_cols": names, "input_shapes": None}
+        estimator = line_estimator(store, model=Weighted(), lr=0.1, batch_size=ROWS, **params)
         if source == "frame":
             model = estimator.fit(rows)
         elif kind != "vectors":  # files of vectors are not supported

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -17,113 +16,18 @@ import numpy as np
 import pytest
 import torch
 from backends import InProcessBackend
+from estimators import line_estimator
 from packaging.requirements import Requirement
 from pyspark.ml import PipelineModel
-from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as F
 from variants import others_in_soak
 
-from hvd_estimators.exceptions import ColumnError
 from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
-
-
-class Counting(torch.nn.Linear):
-    """Log forward passes to a file."""
-
-    path: Path | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(f"{len(x)}\n")
-        return super().forward(x)
-
-
-def test_a_classifier_works_with_sparks_evaluators_in_one_pass(
-    spark: Any, store: Any, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    frame = spark.range(60).select(
-        F.array((F.col("id") % 3 - 1.0), F.lit(0.5)).alias("x"), (F.col("id") % 3).alias("y")
-    )
-    net = Counting(2, 3)
-    estimator = TorchEstimator(
-        backend=InProcessBackend(),
-        store=store,
-        model=net,
-        optimizer=torch.optim.Adam(net.parameters(), lr=1.0),
-        learning_rate=0.05,
-        loss=torch.nn.functional.cross_entropy,
-        featuresCol="x",
-        labelCol="y",
-        input_shapes=[[2]],
-        label_shapes=[[]],
-        column_dtypes={"y": "int64"},
-        predictionCol="prediction",
-        probabilityCol="probability",
-        rawPredictionCol="rawPrediction",
-        outputs_are="logits",
-        epochs=20,
-        batch_size=20,
-        verbose=0,
-    )
-    model = estimator.fit(frame)
-    assert model.getOptimizer().param_groups[0]["lr"] == 0.05
-    assert model.getFeatureColumns() == ["x"]
-    assert model._get_metadata()["x"]["shape"] == [2]
-    model.getModel().path = tmp_path / "calls"
-    model.save(str(tmp_path / "model"))
-    predicted = TorchModel.load(str(tmp_path / "model")).transform(frame.coalesce(1))
-    assert predicted.columns == [
-        *("x", "y", "y__output", "prediction", "probability", "rawPrediction")
-    ]
-    rows = predicted.collect()
-    assert model.getModel().path.read_text().split() == ["60"]
-
-    logits = np.array([row["y__output"].toArray() for row in rows])
-    powers = np.exp(logits)
-    expected = powers / powers.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose([r["rawPrediction"].toArray() for r in rows], logits)
-    np.testing.assert_allclose([r["probability"].toArray() for r in rows], expected, atol=1e-6)
-    labels = np.array([row["y"] for row in rows])
-    assert [r["prediction"] for r in rows] == expected.argmax(axis=1).tolist()
-    evaluator = MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy")
-    accuracy = (expected.argmax(axis=1) == labels).mean()
-    assert accuracy > 0.6
-    assert evaluator.evaluate(predicted) == pytest.approx(accuracy)
-    evaluator.setMetricName("logLoss")
-    loss = -np.log(expected[np.arange(60), labels]).mean()
-    assert evaluator.evaluate(predicted) == pytest.approx(loss, abs=1e-6)
-    with pytest.raises(ColumnError, match="the column 'prediction' cannot be added"):
-        model.transform(predicted.drop("y__output"))
-
-
-def test_a_single_logit_works_with_the_binary_evaluator(spark: Any) -> None:
-    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    net.set_weights([np.array([[2.0]]), np.array([0.0])])
-    model = KerasModel(
-        model=net,
-        feature_columns=["x"],
-        label_columns=["y"],
-        probabilityCol="probability",
-        rawPredictionCol="rawPrediction",
-        predictionCol="prediction",
-        outputs_are="logits",
-    )
-    frame = spark.createDataFrame([(-1.0, 0.0), (0.5, 0.0), (1.0, 1.0), (0.2, 1.0)], ["x", "y"])
-    predicted = model.transform(frame)
-    rows = predicted.collect()
-    assert [row["prediction"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
-    sigmoid = 1 / (1 + math.exp(2))
-    np.testing.assert_allclose(rows[0]["probability"].toArray(), [1 - sigmoid, sigmoid], atol=1e-6)
-    np.testing.assert_allclose(rows[0]["rawPrediction"].toArray(), [2, -2], atol=1e-6)
-    # Three of the four pairs of a 1 and a 0 are in order.
-    evaluator = BinaryClassificationEvaluator(labelCol="y")
-    assert evaluator.evaluate(predicted) == pytest.approx(0.75)
 
 
 def test_output_sizes_can_depend_on_the_batch(spark: Any, tmp_path: Path) -> None:
@@ -189,12 +93,11 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         (F.col("id") % 3).cast("int").alias("n"),
         (F.col("id") / 10.0).alias("größe y"),
     )
-    estimator = TorchEstimator(
-        backend=InProcessBackend(),
-        store=store,
+    estimator = line_estimator(
+        store,
         model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        loss=torch.nn.functional.mse_loss,
+        lr=0.1,
+        backend=InProcessBackend(),
         feature_cols=["x", ["a b", "n"]],
         label_cols=["größe y"],
         input_shapes=[[-1, 2], [-1, 2]],
@@ -202,7 +105,6 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         batch_size=5,
         epochs=2,
         validation=0.2,
-        verbose=0,
     )
     try:
         with mlflow.start_run() as run:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from estimators import Noting
 from pyspark.sql import functions as F
 
 from hvd_estimators.torch import TorchModel
@@ -15,19 +15,6 @@ from hvd_estimators.torch import TorchModel
 pytestmark = pytest.mark.spark
 
 ROWS = 40
-
-
-class Noting(torch.nn.Module):
-    """Return the rows, and log their number to a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.path.open("a") as file:
-            file.write(f"{len(x)}\n")
-        return x.reshape(len(x))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torchrun_programs
 from torchrun_programs import PROGRAMS, assert_trained_as_alone
 from variants import others_in_soak
 
-from hvd_estimators import HorovodRunner, run, run_elastic
+from hvd_estimators import run, run_elastic
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -54,8 +54,3 @@ def test_relaunched_ranks_form_a_new_process_group(spark: Any) -> None:
         return total, restarts
 
     assert run_elastic(fail_once, num_proc=2) == [(3.0, "1"), (3.0, "1")]
-
-
-@pytest.mark.once
-def test_horovod_runner_returns_the_result_of_rank_0(spark: Any) -> None:
-    assert HorovodRunner(np=2).run(sum_of_ranks) == 3.0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from broadcasts import broadcast_files
+from estimators import Noting
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -21,19 +22,6 @@ from hvd_estimators.torch import TorchModel
 pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 WIDTH = 50
-
-
-class Noting(torch.nn.Module):
-    """Sum each row, and log the number of rows of each forward pass."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        with self.path.open("a") as file:
-            file.write(f"{len(x)}\n")
-        return x.flatten(1).sum(1) + z.squeeze(-1)
 
 
 def make_frame(spark: Any, rows: int) -> Any:

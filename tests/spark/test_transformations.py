@@ -12,7 +12,7 @@ from estimators import line_estimator
 from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 
 pytestmark = pytest.mark.spark
 
@@ -82,12 +82,6 @@ def test_transformations_apply_to_parquet_of_other_programs(
     assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
 
 
-def test_strings_without_a_transformation_are_rejected(spark: Any, store: Any) -> None:
-    with pytest.raises(ColumnError, match="'word' has type string"):
-        estimator_of_lengths(store).fit(make_frame(spark))
-    assert list(Path(store.prefix_path).iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
@@ -98,18 +92,7 @@ def test_strings_without_a_transformation_are_rejected(spark: Any, store: Any) -
             ShapeError,
             "model",
         ),
-        (
-            {"transformation_fn": tokenize, "transformation_batch_fn": tokenize_batch},
-            ParamError,
-            "both set",
-        ),
         ({"transformation_edit_fields": [("x", "int64", ())]}, ParamError, "Set transformation_fn"),
-        ({"transformation_fn": "tokenize"}, ParamError, "transformation_fn: expected a callable"),
-        (
-            {"transformation_fn": tokenize, "transformation_edit_fields": ["x"]},
-            ParamError,
-            "transformation_edit_fields: expected entries",
-        ),
     ],
 )
 def test_wrong_transformations_are_rejected_before_ranks_start(

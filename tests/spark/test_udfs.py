@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import Noting
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
 from pyspark.sql import functions as F
@@ -87,19 +88,6 @@ def test_udfs_match_transform_on_all_kinds_of_columns(spark: Any, rows: Any) -> 
         assert {row["id"]: [*row["made"]] for row in frame.collect()} == expected
 
 
-class Noting(torch.nn.Module):
-    """Return the rows, and log their number to a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.path.open("a") as file:
-            file.write(f"{len(x)}\n")
-        return x
-
-
 def test_a_nondeterministic_udf_runs_once_under_a_filter(
     spark: Any, rows: Any, tmp_path: Path
 ) -> None:
@@ -147,7 +135,7 @@ class Lengths(LightningModel):
     """Predict the length of a text."""
 
     def get_prediction_fn(self) -> Any:
-        return lambda module, row: torch.tensor([float(len(row["word"]))])
+        return lambda module, row: torch.tensor([float(len(row.word))])
 
 
 def test_prediction_functions_and_transformations_accept_text(spark: Any, rows: Any) -> None:

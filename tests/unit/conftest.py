@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from wrong_calls import Calls
 
-from hvd_estimators import Store, clear_training_cache
+from hvd_estimators import Store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -18,13 +17,6 @@ def any_store(request: pytest.FixtureRequest, store: Any) -> Any:
     if request.param == "local":
         return store
     return Store.create(f"memory://{uuid.uuid4().hex}")
-
-
-@pytest.fixture
-def cleared_cache() -> Iterator[None]:
-    """Forget the data that a test prepares."""
-    yield
-    clear_training_cache()
 
 
 @pytest.fixture(scope="session")
