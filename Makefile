@@ -26,19 +26,20 @@ CONSTRAINTS := constraints/modern.txt
 endif
 SOURCES := hvd_estimators tests benchmarks deploy examples docs setup.py
 # Tests train with these. Some of their own dependencies do not fit beside the others.
-LIBRARIES := accelerate keras-hub peft pytorch-metric-learning pytorch-optimizer pytorch-ranger timm \
-	torch-optimizer
+LIBRARIES := accelerate keras-hub peft timm
 EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,tables,torch
 
-# An environment is as its files say if it has the stamp of their contents. That of the demo is
-# the first part of .venv.
+# An environment is as its files say if it has the stamp of their contents. The packages of the demo
+# are the first part of .venv, and all packages without Horovod the second.
 checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 STAMP_DEMO := .venv/.demo-$(call checksum,$(CONSTRAINTS))
+PACKAGES := .venv/.packages-$(call checksum,$(CONSTRAINTS))
+PACKAGES_MODERN := .venv-modern/.packages-$(call checksum,constraints/modern.txt)
 STAMP := .venv/.setup-$(call checksum,$(CONSTRAINTS))
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-modern demo test test-fast test-default test-modern test-versions soak
+.PHONY: help setup setup-modern packages packages-modern demo test test-fast test-default test-modern test-versions soak
 .PHONY: lint format bench docs clean distclean tools compiler
 
 help:  ## show this list
@@ -47,6 +48,11 @@ help:  ## show this list
 setup: $(STAMP)  ## create .venv: Spark, the frameworks, Horovod, Petastorm if Python has it (minutes)
 
 setup-modern: $(STAMP_MODERN)  ## create .venv-modern: PySpark 4, PyArrow 26, NumPy 2, Horovod
+
+# Both environments without Horovod, which the checks of style and types do not need.
+packages: $(PACKAGES)
+
+packages-modern: $(PACKAGES_MODERN)
 
 demo: $(if $(HOROVOD),compiler) $(STAMP_DEMO)  ## train on real flights and predict the delays of others
 	@$(if $(HOROVOD),$(BIN)/hvd-estimators build-horovod)
@@ -74,12 +80,12 @@ test-versions: setup-modern  ## the tests that CI runs in .venv-modern
 soak: setup  ## the tests with many repeats, large models, other frameworks (hours)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-lint: setup  ## check style, imports, docstrings and types
+lint: packages  ## check style, imports, docstrings and types
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
-format: setup  ## rewrite the sources in the project's style
+format: packages  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
@@ -120,6 +126,11 @@ define rest
 	@echo "== $(1): the frameworks and tools of $(2), two minutes"
 	@$(call install,$(1),$(2),--no-build-isolation --editable '.[$(3)]')
 	@$(call install,$(1),$(2),--no-deps $(4))
+	@rm -f $(1)/.packages-* && touch $@
+endef
+
+# $(call horovod,FOLDER)
+define horovod
 	@echo "== $(1): Horovod, some minutes the first time"
 	@$(1)/bin/hvd-estimators build-horovod
 	@rm -f $(1)/.setup-* && touch $@
@@ -130,13 +141,19 @@ $(STAMP_DEMO): | tools
 	$(call base,.venv,$(CONSTRAINTS))
 	@rm -f .venv/.demo-* && touch $@
 
-$(STAMP): | compiler $(STAMP_DEMO)
+$(PACKAGES): | compiler $(STAMP_DEMO)
 	@$(if $(READER),,echo "== .venv: without Petastorm, which Python $(PYTHON_VERSION) cannot have; PyArrow reads alone")
 	$(call rest,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(comma)$(if $(READER),petastorm,connect),$(READER) $(LIBRARIES))
 
-$(STAMP_MODERN): | compiler
+$(PACKAGES_MODERN): | compiler
 	$(call base,.venv-modern,constraints/modern.txt)
 	$(call rest,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,$(LIBRARIES))
+
+$(STAMP): | $(PACKAGES)
+	$(call horovod,.venv)
+
+$(STAMP_MODERN): | $(PACKAGES_MODERN)
+	$(call horovod,.venv-modern)
 
 tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
