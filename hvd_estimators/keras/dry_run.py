@@ -218,7 +218,9 @@ class DryRun:
                 "a named function (def)."
             )
         if isinstance(self._inputs, tuple):
-            remedy += " If the model takes a dict of column name to tensor, call it on one before."
+            remedy += (
+                " If the model takes a dict of column name to tensor, call it on one before fit()."
+            )
         return ShapeError(
             f"the model cannot take the columns. It was called with {given} and raised "
             f"{type(error).__name__}: {error}. Set columns in the order of the model's inputs, or "
@@ -362,7 +364,7 @@ class DryRun:
                 self.model.compute_metrics(*self._batch)
         except Exception as error:
             if not leave_to_ranks(error, SHAPE_KINDS):
-                raise ParamError(
+                raise ShapeError(
                     f"cannot be computed: {type(error).__name__}: {error}. Set names that Keras "
                     "knows, objects or functions that take the labels and outputs.",
                     param="metrics",

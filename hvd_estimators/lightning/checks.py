@@ -89,7 +89,7 @@ def check_training(settings: LightningSettings) -> None:
             "number of GPUs."
         )
     check_objects(settings.logger, settings.profiler)
-    check_trainer_args(settings.trainer_args, settings.flavor, settings.callbacks)
+    check_trainer_args(settings.trainer_args, settings.flavor)
     check_module(settings.model, settings.flavor)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,16 +163,15 @@ def try_step(
         with torch.enable_grad(), precision.train_step_context():
             return precision.convert_module(module).training_step(*arguments)
 
-    watched = _WatchedBatch(batch) if isinstance(batch, dict) else batch
     try:
         with torch_traceless():
-            run(trial, watched)
+            run(trial, batch)
     except Exception as error:
         needs_hooks = any(is_overridden(hook, module) for hook in _PREPARING_HOOKS)
         if needs_hooks or any(word in str(error) for word in ("Trainer", "trainer")):
             return LightningTrial()
-        is_unpacked = isinstance(watched, _WatchedBatch) and watched.is_unpacked
-        is_of_names = is_unpacked and isinstance(error, AttributeError)
+        # Who unpacks a dict, as in ``x, y = batch``, calls methods of tensors on names of columns.
+        is_of_names = isinstance(error, AttributeError) and "'str' object" in str(error)
         if not is_of_names and leave_to_ranks(error):
             return LightningTrial()
         reason = failed_lookup(lambda: run(trial, batch), _named(batch))
@@ -180,7 +179,7 @@ def try_step(
             "Set feature_cols and label_cols to the columns that it reads, or column_dtypes (such "
             "as {'label': 'int64'}) if it expects other dtypes."
         )
-        if is_unpacked or isinstance(error, KeyError):
+        if isinstance(batch, dict):
             advice = f"{advice} {_unpacking(feature_cols, label_cols)}"
         raise ShapeError(
             f"The module's training_step failed on a batch of {_described(batch)} with "
@@ -216,28 +215,15 @@ def _described(batch: Any) -> str:
     return described(_named(batch)) or type(batch).__name__
 
 
-class _WatchedBatch(dict[str, Any]):
-    """Batch that records whether it is unpacked, as in ``x, y = batch``."""
-
-    is_unpacked = False
-
-    def __iter__(self) -> Iterator[str]:
-        self.is_unpacked = True
-        return super().__iter__()
-
-
 def _unpacking(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
-    """Return a hint with the code to write instead of ``x, y = batch``."""
+    """Return a hint with the code that reads a batch."""
     features, labels = (
         ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
     )
     x = f"({features})" if len(feature_cols) > 1 else features
     y = f"({labels})" if len(label_cols) > 1 else labels
     line = f"x, y = {x}, {y}" if labels else f"x = {x}"
-    return (
-        "The batch is a dict of column name to tensor, and no tuple. Instead of 'x, y = batch' "
-        f"write: {line}"
-    )
+    return f"The batch is a dict of column name to tensor, and no tuple: {line}"
 
 
 def row_shapes(

@@ -91,12 +91,6 @@ _SET_BY_ESTIMATOR = {
 # Values of these types can be checked on any machine, because they request no device.
 _PLAIN = (bool, int, float, str, type(None))
 
-_KINDS = {
-    "enable_progress_bar": "callbacks.ProgressBar",
-    "enable_checkpointing": "callbacks.Checkpoint",
-}
-"""Arguments that disable kinds of callbacks."""
-
 _FOR_TRIALS = {
     "accelerator": "cpu",
     "devices": 1,
@@ -114,9 +108,7 @@ _FINDERS = {"LearningRateFinder": "learning_rate", "BatchSizeFinder": "batch_siz
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 
 
-def check_trainer_args(
-    arguments: Mapping[str, Any], flavor: Flavor, callbacks: Sequence[Any] = ()
-) -> None:
+def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
     """Check that the Trainer accepts the callbacks and the arguments with plain values.
 
     Raises
@@ -138,15 +130,7 @@ def check_trainer_args(
             "trainer_args: overfit_batches repeats batches on one process only. Fit on a few rows "
             "instead, as in df.limit(100)."
         )
-    given = as_list(arguments.get("callbacks"))
-    check_callbacks("trainer_args: callbacks", given)
-    for name, kind in _KINDS.items():
-        of_kind = [c for c in [*callbacks, *given] if is_lightning(c, kind)]
-        if arguments.get(name) is False and of_kind:
-            raise ParamError(
-                f"trainer_args: {name}=False, and callbacks has a {type(of_kind[0]).__name__}. "
-                "Leave one of them out."
-            )
+    check_callbacks("trainer_args: callbacks", as_list(arguments.get("callbacks")))
     plain_args = {
         name: value
         for name, value in arguments.items()

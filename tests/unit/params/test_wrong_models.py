@@ -269,7 +269,9 @@ KERAS = {
     "loss: none": keras_row("loss", "Set loss", loss=None),
     "loss: a lock": keras_row("loss", "that cannot be sent", loss=closed_over),
     "loss: no label": keras_row("loss", "The label columns are 'y'", loss={"z": "mse"}),
-    "metrics: unknown": keras_row("metrics", "Set names that Keras knows", metrics=["accuracyy"]),
+    "metrics: unknown": keras_row(
+        *("metrics", "Set names that Keras knows", ShapeError), metrics=["accuracyy"]
+    ),
     "metrics: a lock": keras_row("metrics", "that cannot be sent", metrics=[closed_over]),
     "class_weight": keras_row("class_weight", "expected a dict of class", class_weight=5),
     "class_weight: labels": keras_row(
