@@ -186,9 +186,11 @@ class DryRun:
             try:
                 x, outputs = self._call(columns)
             except Exception as error:
+                # A tuple has no methods of a dict.
+                kinds = (*SHAPE_KINDS, *((AttributeError,) if type(self._inputs) is tuple else ()))
                 if has_own_step(self.model):
                     self._try_step(columns)
-                elif not leave_to_ranks(error, SHAPE_KINDS):
+                elif not leave_to_ranks(error, kinds):
                     raise self._not_taken(error) from error
                 self._go_without_call(f"it raised {type(error).__name__}: {error}")
                 return
