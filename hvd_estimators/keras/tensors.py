@@ -6,7 +6,6 @@ Used on the driver and on workers.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,10 +62,6 @@ class Field:
         if shape != given:
             tensor = ops.reshape(tensor, (ops.shape(tensor)[0], *shape))
         return tensor if dtype == name else ops.cast(tensor, dtype)
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a column's rows have as many elements as the tensor's rows."""
-        return self.shape is None or math.prod(self.shape) == math.prod(shape)
 
     @property
     def takes_text(self) -> bool:
