@@ -28,8 +28,6 @@ class ColumnDatasets:
     ----------
     data : DataModule
         Provides the batches; must stay open while the datasets are in use.
-    rows : int, optional
-        Rows of every training batch, if all have the same number. Their shape is then static.
     prefetch : int
         Batches to prepare in advance, besides some MiB of rows that are not yet cut into batches.
     form : callable, optional
@@ -43,7 +41,6 @@ class ColumnDatasets:
     def __init__(
         self,
         data: DataModule,
-        rows: int | None = None,
         prefetch: int = 0,
         form: Form | None = None,
         val_form: Form | None = None,
@@ -52,7 +49,6 @@ class ColumnDatasets:
         self._data = data
         self._form = form
         self._val_form = val_form or form
-        self._rows = rows
         self._prefetch = prefetch
         self._collated = collated
         chunks = data.train_chunks()
@@ -73,7 +69,7 @@ class ColumnDatasets:
         # The backend reads ahead, and the next chunk may belong to another pass over the files.
         used = chunks if count is None else first_batches(chunks, count)
         return _backend.train_dataset(
-            map(self._columns, used), self._first, self._rows, self._prefetch, self._form, skipped
+            map(self._columns, used), self._first, self._prefetch, self._form, skipped
         )
 
     def validation(self, steps: int) -> Any:

@@ -29,7 +29,6 @@ Batches = Chunk | Columns
 def train_dataset(
     chunks: Iterator[Batches],
     like: Batches,
-    rows: int | None,
     prefetch: int,
     form: Form | None,
     skipped: int,
@@ -38,7 +37,7 @@ def train_dataset(
 
     Steps read their own batches, so that ``skipped`` ones need none. See `column_dataset`.
     """
-    dataset = column_dataset(lambda: chunks, like, rows, prefetch, form)
+    dataset = column_dataset(lambda: chunks, like, prefetch, form)
     return _of_length(dataset, tf.data.INFINITE_CARDINALITY)
 
 
@@ -51,7 +50,7 @@ def validation_dataset(
     batches: int | None,
 ) -> tf.data.Dataset:
     """Return at most ``steps`` batches, of ``batches`` if known. See `column_dataset`."""
-    dataset = column_dataset(chunks, like, None, prefetch, form).take(steps)
+    dataset = column_dataset(chunks, like, prefetch, form).take(steps)
     return dataset if batches is None else _of_length(dataset, batches)
 
 
@@ -83,7 +82,6 @@ def _of_length(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
 def column_dataset(
     chunks: Callable[[], Iterator[Any]],
     like: Batches,
-    rows: int | None = None,
     prefetch: int = 0,
     form: Form | None = None,
 ) -> tf.data.Dataset:
@@ -95,8 +93,6 @@ def column_dataset(
         Returns the chunks of one iteration.
     like : Chunk or mapping
         A chunk or batch with the same columns.
-    rows : int, optional
-        Rows of every batch, if all have the same number.
     prefetch : int
         Batches to prepare in advance, besides some MiB of rows that are not yet cut into batches.
     form : callable, optional
@@ -110,7 +106,7 @@ def column_dataset(
         One element per batch.
     """
     if isinstance(like, Chunk):
-        dataset = _cut(chunks, like, rows, form)
+        dataset = _cut(chunks, like, form)
     else:
         dataset = _one_by_one(chunks, like, form)
     if prefetch:
@@ -144,9 +140,7 @@ def _one_by_one(
     return (dataset if form is None else dataset.map(form)).prefetch(1)
 
 
-def _cut(
-    chunks: Callable[[], Iterator[Chunk]], like: Chunk, rows: int | None, form: Form | None
-) -> tf.data.Dataset:
+def _cut(chunks: Callable[[], Iterator[Chunk]], like: Chunk, form: Form | None) -> tf.data.Dataset:
     """Return the batches of chunks, which TensorFlow cuts."""
     layout = like.rows.layout
 
@@ -173,7 +167,7 @@ def _cut(
     def stack(tensor: tf.Tensor, count: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         shape = tensor.shape[1:]
         batches = tf.reshape(tensor, (count, size, *shape))
-        return tf.ensure_shape(batches, (None, rows, *shape))
+        return tf.ensure_shape(batches, (None, None, *shape))
 
     @tf.autograph.experimental.do_not_convert
     def slices(*stack: Any) -> tf.data.Dataset:

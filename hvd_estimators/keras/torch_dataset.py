@@ -26,7 +26,6 @@ Batches = Chunk | Columns
 def train_dataset(
     chunks: Iterator[Batches],
     like: Batches,
-    rows: int | None,
     prefetch: int,
     form: Form | None,
     skipped: int,

@@ -45,8 +45,8 @@ from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
-from hvd_estimators.loading.readers import DataModule, PlannedDataModule
-from hvd_estimators.loading.spec import DataSpec, open_data_module
+from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.progress import Progress
@@ -217,7 +217,6 @@ class _Trainer:
         turn_off_jit_compile(model)
         datasets = ColumnDatasets(
             data,
-            _equal_rows(spec.data, data),
             spec.prefetch,
             spec.tensors.tensors,
             spec.tensors.for_validation().tensors,
@@ -329,14 +328,6 @@ class _Trainer:
         else:
             save_values(self.model, state.path)
         return state
-
-
-def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
-    """Return the rows per training batch of this rank, if they are known and equal."""
-    if not isinstance(data, PlannedDataModule):
-        return None
-    sizes = spec.train_plan.batch_sizes([data.cur_shard], spec.batch_size).distinct()
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _digests(model: keras.Model) -> dict[str, str]:
