@@ -113,7 +113,8 @@ def load_objects(
         If an object pickles, and cannot be loaded.
     """
     try:
-        objects: TrainedObjects = load_module(file)
+        # Ranks that share the parameters need no memory for the whole ones.
+        objects: TrainedObjects = load_module(file, mapped=device is None)
     except ParamError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError) as error:
@@ -190,8 +191,6 @@ class _Trainer:
         objects, self.base = load_objects(spec.objects, spec.store, loaded_on)
         self.module = objects.module
         if self.is_sharded:
-            state = self.module.state_dict()
-            broadcast_tensors({n: t for n, t in state.items() if not getattr(t, "is_meta", False)})
             shard(self.module, [objects.optimizer], spec.sharding, self.device)
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)
