@@ -151,7 +151,7 @@ class RunCheckpoint(Callback):
     @property
     def is_sharded(self) -> bool:
         """True if this rank holds a part of the parameters."""
-        return self.spec.sharding.mode != "none" and self.shards.size > 1
+        return self.spec.sharding.applies_to(self.shards.size)
 
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:

@@ -88,8 +88,7 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        is_sharded = spec.sharding.mode != "none" and self.size > 1
-        self.sharding = spec.sharding if is_sharded else None
+        self.sharding = spec.sharding if spec.sharding.applies_to(self.size) else None
         self.module, self.base = self._load_module()
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)

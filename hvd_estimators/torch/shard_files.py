@@ -2,6 +2,11 @@
 
 So a run may resume on another number of ranks, and without sharding. No rank holds more than three
 whole tensors, and none has the whole model.
+
+A checkpoint is saved in this order: the writer ends the one before; each rank writes its share of
+the tensors (`write_parts`); rank 0 writes the rest, with placeholders, and at last the manifest,
+which names all files and their digests. When a run resumes, rank 0 checks the digests, and each
+rank reads the rows of its parts (`with_tensors`, `hvd_estimators.torch.sharding.stored_part`).
 """
 
 from __future__ import annotations

@@ -58,6 +58,10 @@ class ShardingOptions:
     precision: str = "32"
     cpu_offload: bool = False
 
+    def applies_to(self, ranks: int) -> bool:
+        """Return whether each of some ranks holds a part of the parameters."""
+        return self.mode != "none" and ranks > 1
+
     def layers_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Return the layers that are gathered one after another, inner ones first.
 

@@ -185,7 +185,7 @@ class _Trainer:
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        self.is_sharded = spec.sharding.mode != "none" and self.size > 1
+        self.is_sharded = spec.sharding.applies_to(self.size)
         # A GPU may have memory for the parts only.
         loaded_on = None if self.is_sharded else self.device
         objects, self.base = load_objects(spec.objects, spec.store, loaded_on)
