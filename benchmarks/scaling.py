@@ -212,7 +212,6 @@ def parent_of(
             secret,
             lambda *of_rank: child_environment(dict(os.environ), *of_rank),
             Master(address_of(0), MASTER_PORT, run_id),
-            horovod_problem="",
         )
         process = stack.enter_context(
             launcher.start(

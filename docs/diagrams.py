@@ -253,7 +253,7 @@ SEQUENCES: Mapping[str, MessageSequence] = {
         "A launch: from the Spark job to the results of the ranks.",
         (
             (DRIVER, TASK, "barrier job: the call, a secret, an address", "spark_backend.py"),
-            (TASK, DRIVER, "facts: addresses, GPUs, versions", "service/exchange.py"),
+            (TASK, DRIVER, "facts: address, problems found", "service/exchange.py"),
             (DRIVER, TASK, "facts of all tasks", "service/exchange.py"),
             (TASK, TASK, "choose addresses", "task/addresses.py"),
             (TASK_0, TASK_0, "listen for the other tasks", "rendezvous/server.py"),

@@ -29,9 +29,8 @@ from hvd_estimators.launch.service.events import (
     RankProgress,
     RankWaiting,
 )
-from hvd_estimators.launch.service.launch_watch import LaunchState, observing_launches
+from hvd_estimators.launch.service.launch_watch import observing_launches
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
-from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
 from hvd_estimators.training.spec import TrainSpec
 
@@ -330,12 +329,13 @@ class _Display:
     """Display of one fit's launches and epochs."""
 
     _launch: StageRow
-    _state: LaunchState
+    _num_ranks: int
 
     def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
         self._name = spec.run.run_id
         self._waiting = waiting
         self._has_name = False
+        self._is_launched = False
         self._row = _row()
         self._total = spec.epochs * spec.data.train_steps_per_epoch
         self._first: tuple[float, int] | None = None
@@ -343,7 +343,7 @@ class _Display:
         self._lock = threading.Lock()
         with _shown_lock:
             _shown.add(self)
-        self._start_launch(LaunchState(spec.data.num_ranks, Stage.WAITING, 0))
+        self._start_launch(spec.data.num_ranks)
 
     def close(self) -> None:
         """Remove all rows that change."""
@@ -353,21 +353,20 @@ class _Display:
         with _shown_lock:
             _shown.discard(self)
 
-    def launch(self, state: LaunchState) -> None:
-        """Show the stage of the launch. An earlier stage than the last one means a relaunch."""
+    def launch(self, num_ranks: int) -> None:
+        """Show a launch; the row of the first one is there already."""
         with self._lock:
-            if state.stage < self._state.stage:
-                self._waiting.restart(state.num_ranks)
+            if self._is_launched:
+                self._waiting.restart(num_ranks)
                 self._launch.close()
-                self._start_launch(state)
-            self._state = state
-            self._launch.doing = self._titled(f"Starting {_processes(state)}: {_phase(state)}")
+                self._start_launch(num_ranks)
+            self._is_launched = True
 
     def finish_launch(self) -> None:
         """Replace the launch's row by a line, unless it has been replaced."""
         with self._lock:
             seconds = self._launch.seconds
-            started = f"Started {_processes(self._state)} in {seconds:.1f} s."
+            started = f"Started {_processes(self._num_ranks)} in {seconds:.1f} s."
             self._launch.finish(self._titled(started))
 
     def show(self, event: RankProgress) -> None:
@@ -401,9 +400,9 @@ class _Display:
             bar_format=_BAR_FORMAT,
         )
 
-    def _start_launch(self, state: LaunchState) -> None:
-        self._state = state
-        self._launch = StageRow(self._titled(f"Starting {_processes(state)}"), fit=self)
+    def _start_launch(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._launch = StageRow(self._titled(f"Starting {_processes(num_ranks)}"), fit=self)
 
     def _titled(self, text: str) -> str:
         with _shown_lock:
@@ -421,15 +420,8 @@ def _write_line(line: str) -> None:
         _write(f"{line}\n", sys.stderr)
 
 
-def _processes(state: LaunchState) -> str:
-    return f"{state.num_ranks} process{'es' if state.num_ranks > 1 else ''}"
-
-
-def _phase(state: LaunchState) -> str:
-    """Return the work of the ranks that are in the earliest stage."""
-    phase = PHASES[state.stage]
-    is_part = 0 < state.waiting < state.num_ranks
-    return f"{phase} ({state.waiting} of {state.num_ranks})" if is_part else phase
+def _processes(num_ranks: int) -> str:
+    return f"{num_ranks} process{'es' if num_ranks > 1 else ''}"
 
 
 def _resuming(spec: TrainSpec, newest: Position) -> str:

@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -30,22 +29,17 @@ from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
-from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
 from hvd_estimators.launch.relaunch import RelaunchLoop, summary
 from hvd_estimators.launch.service.events import Handler
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.paths import Position, manifest_of
-from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.call_transfer import CallTransfer, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
-# Launches of a run whose logs of ranks are kept.
-_LOGGED_LAUNCHES = 10
-_LAUNCH_FOLDER = re.compile(r"\d{8}-\d{6}-\d{6}")
 # A driver that was asked to end may take this long, which is longer than ranks take to end.
 _EXIT_SECONDS = 60.0
 # Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
@@ -106,36 +100,11 @@ class Launch:
         call = replace(self._call, fence=self._run.fencing_token(self._number))
         self._number += 1
         run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows
-        logs = self._rank_logs()
         purpose = f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"
-        try:
-            with describing(purpose), logging_ranks(logs):
-                return backend.run(
-                    train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler
-                )
-        except WorkerFailedError as error:
-            # Backends of other packages write no logs.
-            with contextlib.suppress(Exception):
-                if logs is not None and logs.store.names(logs.folder):
-                    error.add_remedy(f"The output of all ranks is in {logs.folder}.")
-            raise
-
-    def _rank_logs(self) -> RankLogs | None:
-        """Return the logs of a new launch, and delete the logs of the oldest launches."""
-        store = self._run.store
-        path = store.get_rank_logs_path(self._run.paths.run_id)
-        if path is None:
-            return None
-        try:
-            # People may keep their own files beside the logs.
-            launches = sorted(filter(_LAUNCH_FOLDER.fullmatch, store.names(path)))
-            for name in launches[: -(_LOGGED_LAUNCHES - 1)]:
-                store.delete(f"{path}/{name}")
-        except Exception as error:
-            text = redacted(str(error), store.secrets)
-            logger.warning("Old logs of ranks could not be deleted: %s", text)
-        moment = datetime.datetime.now(datetime.UTC)
-        return RankLogs(store, f"{path}/{moment:%Y%m%d-%H%M%S-%f}")
+        with describing(purpose):
+            return backend.run(
+                train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler
+            )
 
 
 def warming_up(

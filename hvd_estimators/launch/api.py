@@ -292,9 +292,9 @@ def run_elastic(
     they reach such functions. Without a state, as in a program for ``torchrun``, ``fn`` simply
     restarts. ``TORCHELASTIC_RESTART_COUNT`` is then the number of relaunches.
 
-    A commit sends rank 0's state to the driver, and returns when the state is stored there. The
-    driver stores it in the temporary folder (``TMPDIR``), in a file that no other process can open.
-    Commit only as often as needed to limit the work that a failure can lose.
+    A commit sends rank 0's state to the driver, and returns when the driver has it in memory. A
+    state has less than 4 GiB. Commit only as often as needed to limit the work that a failure can
+    lose.
 
     The number of ranks changes only at a relaunch: slots that become free in between do not
     interrupt the ranks.

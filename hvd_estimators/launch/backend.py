@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
-from hvd_estimators.launch.rendezvous.channel import LOOPBACK
-from hvd_estimators.launch.service.events import Handler, receive_events
-from hvd_estimators.launch.service.server import DriverService
 
 if TYPE_CHECKING:
+    from hvd_estimators.launch.service.events import Handler
     from hvd_estimators.store import Store
 
 
@@ -89,10 +86,6 @@ class Backend(ABC):
         """
         return contextlib.nullcontext()
 
-    def driver_host(self) -> str:
-        """Return the address at which ranks reach the driver."""
-        return LOOPBACK
-
     def task_slots(self) -> int | None:
         """Return the number of ranks that can run at the same time now, or None if unknown."""
         return None
@@ -102,10 +95,7 @@ class Backend(ABC):
         return None
 
 
-_OPTIONAL_METHODS = (
-    *("check", "check_horovod", "check_store"),
-    *("warming_up", "driver_host", "task_slots"),
-)
+_OPTIONAL_METHODS = ("check", "check_horovod", "check_store", "warming_up", "task_slots")
 
 
 def as_backend(given: Any) -> Backend:
@@ -116,9 +106,8 @@ def as_backend(given: Any) -> Backend:
     given : object
         A `Backend`, or an object with the methods ``run(fn, args, kwargs, env)`` and
         ``num_processes()``. Its ``run`` returns the ranks' results in rank order, and may call the
-        function in this process. The object may also define other methods of `Backend`. Its ranks
-        report to ``driver_host()``, 127.0.0.1 by default. The function receives the address and the
-        secret as arguments, because Horovod's own runner logs the environment.
+        function in this process. The object may also define other methods of `Backend`. Only a
+        `Backend` with ``run(on_event=...)`` reports progress and epochs, which loggers receive.
 
     Raises
     ------
@@ -135,32 +124,6 @@ def as_backend(given: Any) -> Backend:
     if isinstance(given, Backend) and "on_event" in inspect.signature(given.run).parameters:
         return given
     return _Foreign(given)
-
-
-def _call_reporting(
-    events: Mapping[str, str],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Call a function that can send events to the driver. Runs on the rank."""
-    with _environment(events):
-        return fn(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the duration of the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class _Foreign(Backend):
@@ -194,18 +157,9 @@ class _Foreign(Backend):
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
     ) -> list[Any]:
-        with contextlib.ExitStack() as stack:
-            events: Mapping[str, str] = {}
-            if on_event is not None:
-                service = stack.enter_context(DriverService(self.driver_host()))
-                stack.enter_context(receive_events(service, on_event))
-                events = service.environment()
-            results = self._given.run(
-                _call_reporting,
-                args=(events, fn, tuple(args), dict(kwargs or {})),
-                kwargs={},
-                env=dict(env or {}),
-            )
+        results = self._given.run(
+            fn, args=tuple(args), kwargs=dict(kwargs or {}), env=dict(env or {})
+        )
         if not isinstance(results, Sequence) or len(results) != self.num_processes():
             actual = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
             raise HvdEstimatorsError(

@@ -2,8 +2,8 @@
 
 A task exposes GPUs to its rank through ``CUDA_VISIBLE_DEVICES``. These are the GPUs that Spark has
 assigned to the task (`assigned_gpus`). Without an assignment, it is the GPU with the rank's local
-number, if the machine has enough GPUs (`rank_gpus`). Two ranks of a host must not have the same GPU
-(`check_assignment`).
+number, if the machine has enough GPUs (`rank_gpus`). With NCCL, two ranks of a host must not have
+the same GPU (`describe_gpus`).
 
 A rank uses the first GPU that it sees. If it also sees GPUs of other ranks, it uses the one with
 its local number (`gpu_index`). Either all ranks have a GPU, or no rank has one (`check_gpus`).
@@ -16,10 +16,8 @@ import json
 import os
 import re
 import socket
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from hvd_estimators._util.process_identity import namespace_id
 from hvd_estimators.exceptions import GpuError
 
 Environment = Mapping[str, str | None]
@@ -119,50 +117,6 @@ def assigned_gpus(addresses: Sequence[str], env: Environment) -> list[str]:
                 f"{VISIBLE_VARIABLE}."
             )
     return gpus
-
-
-def gpu_place(executor: str) -> str:
-    """Return a key that is equal for tasks of a host that number GPUs alike. Runs in the task.
-
-    Numbers index the GPUs that a container sees. Without GPUs, for example if a test's discovery
-    script invents them, each executor has its own key.
-
-    Parameters
-    ----------
-    executor : str
-        Identifier of the task's executor, unique on its host.
-    """
-    return executor if visible_gpus({}) is None else namespace_id("mnt")
-
-
-def check_assignment(places: Sequence[tuple[str, str]], gpus: Sequence[Sequence[str]]) -> None:
-    """Check that no two ranks of a host were assigned the same GPU.
-
-    Parameters
-    ----------
-    places : sequence of (str, str)
-        The host of each task, and its `gpu_place`.
-    gpus : sequence of sequence of str
-        The result of `assigned_gpus` in each task.
-
-    Raises
-    ------
-    GpuError
-        If two ranks share a GPU.
-    """
-    tasks = defaultdict(list)
-    for task, ((host, place), of_task) in enumerate(zip(places, gpus, strict=True)):
-        for gpu in dict.fromkeys(of_task):
-            tasks[host, place if gpu.isdigit() else "", gpu].append(task)
-    for (host, _, gpu), of_gpu in tasks.items():
-        if len(of_gpu) > 1:
-            raise GpuError(
-                f"Spark assigned the GPU {gpu} of {host} to {len(of_gpu)} ranks, which need one "
-                "each. If spark.task.resource.gpu.amount is below 1, Spark shares GPUs between "
-                "tasks, even if a resource profile requests whole GPUs. Set it to 1, or remove it "
-                "and set gpus_per_task=1. If several executors of a host each see all of its GPUs, "
-                "change spark.executor.resource.gpu.discoveryScript so that each sees its own."
-            )
 
 
 def rank_gpus(

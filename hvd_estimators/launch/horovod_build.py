@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import re
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,58 +224,9 @@ def cuda_of(framework: str) -> str | None:
     return match.group(1) if match else None
 
 
-@functools.cache
-def horovod_build() -> str:
-    """Return the identity of the installed Horovod: its record, and a hash of revision and files.
-
-    The result is empty without Horovod.
-    """
-    folders = horovod_folders()
-    if not folders:
-        return ""
-    # Ranks with different patches exchange different messages.
-    facts = f"{installed_version('horovod')} {installed_revision()} "
-    digest = hashlib.sha256(facts.encode())
-    for folder in folders:
-        for path in sorted([*_libraries(folder, "torch"), *_libraries(folder, "tensorflow")]):
-            digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
-    return f"{describe_build(installed_record())} ({digest.hexdigest()[:12]})"
-
-
-def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
-    """Check that all ranks have the same build of Horovod.
-
-    If only some builds have NCCL, ranks would wait for each other indefinitely.
-
-    Parameters
-    ----------
-    hosts, builds : sequence of str
-        The host of each task, and the result of `horovod_build` there; empty if it was not called.
-
-    Raises
-    ------
-    DependencyError
-        If the builds differ.
-    """
-    of_builds: dict[str, list[str]] = defaultdict(list)
-    for host, build in zip(hosts, builds, strict=True):
-        if build and host not in of_builds[build]:
-            of_builds[build].append(host)
-    if len(of_builds) > 1:
-        groups = "; ".join(f"{build} on {', '.join(of)}" for build, of in of_builds.items())
-        raise DependencyError(
-            f"The ranks have different builds of Horovod: {groups}. Install one wheel on all "
-            f"machines: {BUILD_HOROVOD}"
-        )
-
-
 def horovod_folders() -> list[Path]:
     """Return the folders of the installed Horovod; empty without Horovod."""
     spec = find_spec("horovod")
     folders = map(Path, (spec.submodule_search_locations or ()) if spec else ())
     # Any folder of this name is a namespace package, such as a clone in the working directory.
     return [folder for folder in folders if (folder / "__init__.py").is_file()]
-
-
-def _libraries(folder: Path, framework: str) -> list[Path]:
-    return list(folder.glob(f"{framework}/mpi_lib*.so"))

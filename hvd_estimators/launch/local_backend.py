@@ -16,7 +16,7 @@ from hvd_estimators._util.import_path import python_path
 from hvd_estimators._util.system import available_cores
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
-from hvd_estimators.launch.horovod_build import patches_problem, require_patches
+from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
     Master,
@@ -29,7 +29,6 @@ from hvd_estimators.launch.rank.environment import (
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import LineHandler, Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.rank.rank_logs import RankLog, current_rank_logs
 from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK, new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
@@ -40,7 +39,6 @@ from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.validation import (
     call_of,
-    check_further_arguments,
     environment_given,
     whole_number,
 )
@@ -72,14 +70,11 @@ class LocalBackend(Backend):
         Whether ranks may be forked from a process that has already imported the framework, as in
         `SparkBackend`. The forking process ends with this one. Default: True on Linux, unless the
         environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
-    **further
-        Further arguments of ``horovod.spark.run``. They have no effect; a warning names the
-        replacement.
 
     Raises
     ------
     ParamError
-        If an argument is invalid or unknown.
+        If an argument is invalid.
     """
 
     def __init__(
@@ -91,11 +86,9 @@ class LocalBackend(Backend):
         stderr: Any = None,
         prefix_output_with_timestamp: bool = False,
         warm_start: bool = True,
-        **further: Any,
     ) -> None:
         if num_proc is not None:
             num_proc = whole_number("num_proc", num_proc)
-        check_further_arguments(LocalBackend, further)
         self._num_proc = num_proc or available_cores()
         self._env = environment_given(env or {})
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
@@ -138,16 +131,12 @@ class LocalBackend(Backend):
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
         watch = LaunchWatch(self._num_proc, host)
-        # This process detects the end of ranks itself, so the store's `silence` is infinite.
-        store = JobStore(silence=float("inf"))
-        store.expect([slot.hostname for slot in slots])
+        store = JobStore()
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            service = stack.enter_context(DriverService(self.driver_host()))
+            service = stack.enter_context(DriverService(LOOPBACK))
             stack.enter_context(receive_events(service, handler))
             relays = [stack.enter_context(Relay(_shown_by(handler, slot.rank))) for slot in slots]
-            rank_logs = current_rank_logs()
-            logs = [stack.enter_context(RankLog(rank_logs, slot.rank)) for slot in slots]
             stack.enter_context(watch)
             port = stack.enter_context(reserved_port())
             launcher = RankLauncher(
@@ -155,17 +144,14 @@ class LocalBackend(Backend):
                 new_secret(),
                 functools.partial(self._environment, service, env or {}),
                 Master(LOOPBACK, port, uuid.uuid4().hex),
-                patches_problem(),
                 warm=warm,
             )
             given = {**os.environ, **self._env, **(env or {})}
 
-            def start(slot: SlotInfo, relay: Relay, log: RankLog) -> RankProcess:
+            def start(slot: SlotInfo, relay: Relay) -> RankProcess:
                 def handle(stream: str, lines: list[str]) -> None:
-                    log.add(lines)
-                    # A slow file then holds up one line at the end, not a whole batch.
-                    for line in lines if stream in self._outlets.streams else ():
-                        relay.put(stream, [line])
+                    if stream in self._outlets.streams:
+                        relay.put(stream, lines)
 
                 rank = launcher.start(
                     slot,
@@ -178,10 +164,7 @@ class LocalBackend(Backend):
                 )
                 return stack.enter_context(rank)
 
-            outcomes = supervise(list(map(start, slots, relays, logs)))
-            for outcome in outcomes:
-                logs[outcome.rank].add_outcome(outcome)
-            return results_in_order(outcomes)
+            return results_in_order(supervise(list(map(start, slots, relays))))
 
     def _environment(
         self,

@@ -92,7 +92,8 @@ class RelaunchLoop(abc.ABC):
             except WorkerFailedError as error:
                 why = self.reason_to_end(error)
                 if why:
-                    raise final_error(error, self.failures, why) from error
+                    error.relaunches = len(self.failures)
+                    error.add_remedy(_history(self.failures, why))
                 if why is not None:
                     raise
                 self.failures.append(error)
@@ -178,8 +179,7 @@ class ElasticLaunches(RelaunchLoop):
             results: list[Any] = current.run_with_commits(run_in_rank, arguments, self._commits)
             return results
 
-        with self._commits:
-            return self.launch(backend, run)
+        return self.launch(backend, run)
 
     def reason_to_end(self, error: WorkerFailedError) -> str | None:
         """Return why no relaunch may follow: the limit, or several launches without a commit."""
@@ -212,32 +212,11 @@ def available(slots: int) -> str:
     )
 
 
-def final_error(
-    error: WorkerFailedError, earlier: Sequence[WorkerFailedError], why: str
-) -> WorkerFailedError:
-    """Return the error of the last launch, extended by the earlier failures.
-
-    Parameters
-    ----------
-    error : WorkerFailedError
-        Error of the last launch.
-    earlier : sequence of WorkerFailedError
-        Errors of the launches that were followed by a relaunch.
-    why : str
-        Reason against another relaunch; completes a sentence on the number of relaunches.
-    """
+def _history(earlier: Sequence[WorkerFailedError], why: str) -> str:
+    """Return a sentence about earlier failures and the reason against another relaunch."""
     lost = "".join(f"\n  {summary(failure)}" for failure in earlier[-10:])
     before = f" Lost before:{lost}" if lost else ""
-    return type(error)(
-        f"{error}\nThe ranks had been launched again {len(earlier)} times{why}.{before}",
-        rank=error.rank,
-        host=error.host,
-        output_tail=error.output_tail,
-        cause=error.cause,
-        error_type=error.error_type,
-        is_transient=error.is_transient,
-        relaunches=len(earlier),
-    )
+    return f"The ranks had been launched again {len(earlier)} times{why}.{before}"
 
 
 _HOW = {

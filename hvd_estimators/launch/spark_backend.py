@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import cloudpickle
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch import timeouts
@@ -34,7 +33,6 @@ from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.launch.rank.rank_logs import current_rank_logs
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.exchange import EXCHANGE, ExchangeServer
@@ -42,11 +40,10 @@ from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.task.entry import run_task
-from hvd_estimators.launch.task.run import MOST_BYTES, OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.task.settings import TaskSettings
 from hvd_estimators.launch.validation import (
     call_of,
-    check_further_arguments,
     environment_given,
     interface_names,
     seconds_given,
@@ -61,6 +58,9 @@ if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
 
+logger = logging.getLogger(__name__)
+
+
 class SparkBackend(Backend):
     """Backend that runs every rank as the child process of a Spark barrier task.
 
@@ -68,7 +68,7 @@ class SparkBackend(Backend):
     ----------
     num_proc : int, optional
         Number of ranks. Default, and 0: the number of task slots. Must be set with dynamic
-        allocation, which has no fixed number of slots.
+        allocation, which has no fixed number of slots, and over Spark Connect.
     env : mapping, optional
         Environment variables to add to the ranks'; None deletes a variable. Ranks have the
         executor's environment, and the driver's settings for the libraries of ranks, such as
@@ -111,14 +111,14 @@ class SparkBackend(Backend):
         Shorthand for a profile: GPUs and cores of each task. Executors need them
         (``spark.executor.resource.gpu.amount``). Default: ``spark.task.resource.gpu.amount`` and
         ``spark.task.cpus``.
-    **further
-        Further arguments of ``horovod.spark.run``. They have no effect; a warning names the
-        replacement.
+    use_mpi, use_gloo, extra_mpi_args
+        Accepted for compatibility with ``horovod.spark``. Gloo is always the controller; a warning
+        says so if these arguments request another one.
 
     Raises
     ------
     ParamError
-        If an argument is invalid or unknown.
+        If an argument is invalid.
 
     Notes
     -----
@@ -143,11 +143,17 @@ class SparkBackend(Backend):
         resource_profile: Any = None,
         gpus_per_task: int | None = None,
         cpus_per_task: int | None = None,
-        **further: Any,
+        use_mpi: bool | None = None,
+        use_gloo: bool | None = None,
+        extra_mpi_args: str | None = None,
     ) -> None:
         if num_proc is not None:
             num_proc = whole_number("num_proc", num_proc)
-        check_further_arguments(SparkBackend, further)
+        if use_mpi or extra_mpi_args or use_gloo is False:
+            logger.warning(
+                "use_mpi, use_gloo and extra_mpi_args have no effect: Gloo is always the "
+                "controller."
+            )
         self._resources = TaskResources(resource_profile, gpus_per_task, cpus_per_task)
         self._num_proc = num_proc
         self._slots: tuple[str, int] | None = None
@@ -193,18 +199,13 @@ class SparkBackend(Backend):
                 )
             if not cluster.knows_slots:
                 raise ParamError(
-                    "num_proc: the number of task slots is unknown. Over Spark Connect, the "
-                    f"server's settings do not contain it (master {cluster.master}). Set num_proc "
-                    "to the number of ranks."
+                    "num_proc: the number of task slots is unknown over Spark Connect. Set "
+                    "num_proc to the number of ranks."
                 )
             timeout = 0 if cluster.is_local else self._start_timeout
             # Without slots, `check` raises.
             self._slots = application, max(await_slots(cluster, None, timeout), 1)
         return self._slots[1]
-
-    def driver_host(self) -> str:
-        """Return the address at which executors reach the driver."""
-        return current_cluster().driver_host()
 
     def check(self) -> None:
         """Check that the cluster has a task slot for every rank.
@@ -287,26 +288,21 @@ class SparkBackend(Backend):
         host, num_proc = cluster.driver_host(), self.num_processes()
         watch = LaunchWatch(num_proc)
         handler = watch.handler(self._outlets.handler(on_event))
-        rank_logs = current_rank_logs()
         with contextlib.ExitStack() as stack:
             modules = modules_of(document) if self._forks_ranks else None
-            call = stack.enter_context(cluster.shared(document))
             service = stack.enter_context(DriverService(host))
             if commits is not None:
                 stack.enter_context(commits.serve(service))
-            exchange = ExchangeServer(num_proc, cluster.application, watch.record)
+            exchange = ExchangeServer(num_proc, watch.record)
             requests = {EXCHANGE: exchange.answer}
             ask_to_stop = stack.enter_context(receive_events(service, handler, requests))
             stack.enter_context(exchange)
             settings = replace(
                 self._task_settings(cluster, modules, env),
-                call=call,
-                max_bytes=min(cluster.collectable_bytes() // num_proc, MOST_BYTES),
+                call=document,
                 secret=new_secret(),
                 service=service.address,
                 versions=cluster.installed_versions(),
-                exchanges_over_driver=exchange.is_used,
-                rank_logs=None if rank_logs is None else cloudpickle.dumps(rank_logs),
             )
             task = functools.partial(run_task, settings=settings)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch, ask_to_stop)
@@ -363,8 +359,7 @@ class SparkBackend(Backend):
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
             if watch is not None:
-                running = functools.partial(cluster.running_tasks, tag)
-                stack.enter_context(watch.with_running_tasks(running))
+                stack.enter_context(watch)
             if ask_to_stop is not None:
                 stack.enter_context(watching_executors(cluster, tag, ask_to_stop))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

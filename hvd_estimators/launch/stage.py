@@ -34,11 +34,3 @@ EXPLANATIONS = {
     ),
 }
 """Explanation of each stage in messages: the cause of the wait."""
-
-PHASES = {
-    Stage.WAITING: "waiting for the executors",
-    Stage.STARTED: "connecting the executors",
-    Stage.CONNECTED: "starting processes and imports",
-    Stage.FUNCTION: "importing and loading the model",
-}
-"""Work of a rank in each stage, for the display of a fit."""

@@ -70,8 +70,6 @@ EVENT_CONNECT = 5.0
 EVENT_SEND = 5.0
 # Sending of output and messages. The driver may be slow, such as a sleeping laptop.
 OUTPUT_SEND = 3600.0
-# Sending of the last messages at the end of a rank's process.
-MESSAGES_CLOSE = 5.0
 # Pause between two events, which may be days apart.
 EVENT_IDLE = 30 * 86400.0
 # Completion of an event that has begun. A rank may be stopped while it sends one.
@@ -99,8 +97,6 @@ PREEMPTION_POLL = 2.0
 
 # Rendezvous (`hvd_estimators.launch.rendezvous`)
 
-# Interval at which the server of rank 0's task looks for silent ranks.
-RENDEZVOUS_POLL = 0.5
 # Wait for a key of another rank, after which the request is repeated.
 RENDEZVOUS_KEY = 0.5
 # Request of a rank's Horovod on the loopback interface.
@@ -112,8 +108,8 @@ GLOO_REQUEST = 5.0
 SPARK_POLL = 0.2
 # End of a background job after its cancellation.
 JOB_CANCEL = 10.0
-# Job that imports modules. It takes 1 s or 2 s, but a busy machine takes longer to start Python.
-IMPORT_JOB = 30.0
+# Wait for the job that imports modules, at the end of the work beside it.
+IMPORT_JOB = 2.0
 # Wait for further executors after the last one has registered. The first may take longer.
 EXECUTORS_SETTLED = 10.0
 # The same wait if more executors are needed, and their final number is unknown.

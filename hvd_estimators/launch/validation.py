@@ -1,30 +1,14 @@
-"""Validation of backend arguments: explain arguments of ``horovod.spark``."""
+"""Validation of backend arguments."""
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
-
-logger = logging.getLogger(__name__)
-
-_GLOO = "Gloo is always the controller. Leave it out"
-
-# Arguments of horovod.spark.run(): the replacement, and the values that have no effect anyway.
-_OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "use_gloo": (_GLOO, (True,)),
-    "use_mpi": (_GLOO, (False,)),
-    "extra_mpi_args": (_GLOO, ()),
-    "nics": ("Ranks on this machine meet at 127.0.0.1. Leave it out", ()),
-    "start_timeout": ("Ranks on this machine start at once. Leave it out", ()),
-    "executable": ("Ranks on this machine run the driver's Python. Leave it out", ()),
-}
 
 
 def call_of(
@@ -44,32 +28,6 @@ def call_of(
     if not isinstance(kwargs or {}, Mapping):
         raise ParamError(f"kwargs: expected a dict of arguments by their names, found {kwargs!r}.")
     return fn, tuple(args), dict(kwargs or {})
-
-
-def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
-    """Check the arguments that a backend's class does not have.
-
-    Arguments of ``horovod.spark.run`` have no effect; a warning names the replacement.
-
-    Parameters
-    ----------
-    backend : type
-        The class.
-    given : mapping
-        Further arguments and their values.
-
-    Raises
-    ------
-    ParamError
-        If ``horovod.spark.run`` does not have an argument either.
-    """
-    known = [*inspect.signature(backend).parameters]
-    for name in sorted(given.keys() - _OF_HOROVOD_SPARK.keys()):
-        raise ParamError(f"{backend.__name__} has no argument {name!r}.{did_you_mean(name, known)}")
-    for name, value in given.items():
-        instead, without_effect = _OF_HOROVOD_SPARK[name]
-        if value is not None and value not in without_effect:
-            logger.warning("%s: %s has no effect. %s.", backend.__name__, name, instead)
 
 
 def seconds_given(seconds: float | None, variable: str, name: str = "start_timeout") -> float:

@@ -249,13 +249,6 @@ class StorePaths(Files):
         """Return the name of the log directory within a run's directory."""
         return "logs"
 
-    def get_rank_logs_path(self, run_id: str) -> str | None:
-        """Return the directory of the output of a run's ranks, or None if runs are not saved.
-
-        It has a directory for each of the newest launches, with a file for each rank.
-        """
-        return f"{self.get_run_path(run_id)}/rank_logs" if self._save_runs else None
-
     def run_paths(self, run_id: str) -> RunPaths:
         """Return all paths of a run."""
         if not isinstance(run_id, str):

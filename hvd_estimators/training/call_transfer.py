@@ -22,7 +22,6 @@ import cloudpickle
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler, first_imports
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
-from hvd_estimators.launch.rank.directory import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.files import CHUNK_BYTES, copy_from, digest_of, fetch
@@ -80,7 +79,6 @@ def train_stored(call: StoredCall) -> TrainResult:
     StoreError
         If a disk is full, beside the errors of the trainer and the store.
     """
-    use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)
         *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()

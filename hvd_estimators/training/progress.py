@@ -24,7 +24,6 @@ from hvd_estimators.launch.rank.hang_detection import (
     made_progress,
     recording_progress,
     seconds_without_progress,
-    write_stack,
 )
 from hvd_estimators.launch.service.events import (
     EventSender,
@@ -53,9 +52,6 @@ WINDOW_SECONDS = 60.0
 def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]:
     """Report each period of two minutes or more in which this rank makes no progress, once.
 
-    The stack of the main thread is also saved for the parent. If the parent ends the rank, it adds
-    the stack to its error.
-
     Parameters
     ----------
     rank : int
@@ -72,17 +68,12 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
         is_reported = False
         while not finished.wait(min(_LOOK_SECONDS, patience / 2)):
             silent = seconds_without_progress()
-            if silent < patience:
-                is_reported = False
-                continue
-            stack = stack_of(main)
-            write_stack(stack)
-            if silent >= _HANG_SECONDS and not is_reported:
-                is_reported = True
+            if silent >= patience and not is_reported:
                 notify(
                     f"Rank {rank} has made no progress for {silent:.0f} s: there was no batch and "
-                    f"no end of an epoch. It waits here, the innermost call last:\n{stack}"
+                    f"no end of an epoch. It waits here, the innermost call last:\n{stack_of(main)}"
                 )
+            is_reported = silent >= patience
 
     thread = threading.Thread(target=watch, name="hvd_estimators hangs", daemon=True)
     thread.start()

@@ -63,11 +63,7 @@ def left_over(store: Any) -> list[str]:
     assert owner is None
     released = Path(lease_path(run_path, generation)).name
     belongs = {*names, "metadata.json", "history.json", released}
-    return [
-        str(path)
-        for path in found
-        if path.name not in belongs and not {"logs", "rank_logs"} & {*path.parts}
-    ]
+    return [str(path) for path in found if path.name not in belongs and "logs" not in path.parts]
 
 
 def states(store: Any) -> list[str]:

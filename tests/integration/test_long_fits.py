@@ -51,9 +51,7 @@ def files_by_kind(store: Any) -> dict[str, int]:
     """Return the number of files of a store in each folder of the run."""
     folder = Path(store.run_paths("mine").run_path)
     files = [path for path in folder.rglob("*") if path.is_file()]
-    counts = collections.Counter(str(path.parent.relative_to(folder)) for path in files)
-    # The logs of each launch have a folder.
-    return {name: count for name, count in counts.items() if not name.startswith("rank_logs")}
+    return dict(collections.Counter(str(path.parent.relative_to(folder)) for path in files))
 
 
 def fit(store: Any, folder: Path, epochs: int) -> None:

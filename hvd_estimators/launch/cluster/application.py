@@ -23,10 +23,9 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.host_checks import installed_versions
-from hvd_estimators.launch.task.settings import broadcast
 
 if TYPE_CHECKING:
-    from pyspark import Broadcast, SparkContext
+    from pyspark import SparkContext
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
@@ -99,21 +98,14 @@ def expected_executors(master: str, conf: dict[str, str]) -> int | None:
     return None
 
 
-# The JVM holds a collected result several times: as sent by the task, as rows, and pickled for
-# Python.
-_COPIES_OF_RESULTS = 6
-
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 """Spark setting that adds and removes executors with the workload."""
 
 _PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
 
 
-# Number of active blocks in which Spark accepts barrier jobs despite dynamic allocation.
-_accepting = 0
-
-
-_lock = threading.Lock()
+# Applications with dynamic allocation in which Spark accepts barrier jobs.
+_accepting: set[str] = set()
 
 
 class Cluster:
@@ -156,9 +148,8 @@ class Cluster:
     @cached_property
     def conf(self) -> dict[str, str]:
         """Spark's configuration, as the application was started."""
-        with _lock:
-            conf = dict(self.context.getConf().getAll())
-            return {**conf, DYNAMIC_ALLOCATION: "true"} if _accepting else conf
+        conf = dict(self.context.getConf().getAll())
+        return {**conf, DYNAMIC_ALLOCATION: "true"} if self.application in _accepting else conf
 
     @property
     def is_local(self) -> bool:
@@ -170,46 +161,15 @@ class Cluster:
         """True if executors come and go with the workload; always False for a local master."""
         return self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" and not self.is_local
 
-    @contextlib.contextmanager
-    def accepting_barrier_jobs(self) -> Iterator[Callable[[str], None]]:
-        """Let Spark accept a barrier job despite dynamic allocation.
+    def accept_barrier_jobs(self) -> None:
+        """Let Spark accept barrier jobs despite dynamic allocation, from now on.
 
         Spark rejects these jobs because it would not request their executors, so the executors must
-        already exist. Its check reads the application's setting, as other jobs and new sessions do.
-
-        Yields
-        ------
-        callable
-            Restores the setting if Spark has accepted the job with a tag. The end of the block
-            restores it, too.
+        already exist. Its check reads the setting at each job; executors still come and go.
         """
-        with contextlib.ExitStack() as stack:
-
-            def restore(tag: str) -> None:
-                # Spark shows a job when it has accepted its stages.
-                if self.jobs(tag):
-                    stack.close()
-
-            if not self.allocates_dynamically:
-                yield lambda tag: None
-                return
-            stack.enter_context(self._without_dynamic_allocation())
-            yield restore
-
-    @contextlib.contextmanager
-    def _without_dynamic_allocation(self) -> Iterator[None]:
-        global _accepting
-        conf = self._scala.conf()
-        with _lock:
-            _accepting += 1
-            conf.set(DYNAMIC_ALLOCATION, "false")
-        try:
-            yield
-        finally:
-            with _lock:
-                _accepting -= 1
-                if not _accepting:
-                    conf.set(DYNAMIC_ALLOCATION, "true")
+        if self.allocates_dynamically:
+            _accepting.add(self.application)
+            self._scala.conf().set(DYNAMIC_ALLOCATION, "false")
 
     @property
     def age(self) -> float:
@@ -233,14 +193,6 @@ class Cluster:
         """Return the number of registered executors."""
         # The driver is included in the size.
         return int(self._scala.getExecutorMemoryStatus().size()) - 1
-
-    def collectable_bytes(self) -> int:
-        """Return the maximum size of results, in bytes, that the driver's JVM can collect."""
-        jvm: Any = self.context._jvm
-        limit = int(jvm.java.lang.Runtime.getRuntime().maxMemory()) // _COPIES_OF_RESULTS
-        given = self._scala.conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
-        # Spark counts slightly more bytes than a rank returned.
-        return min(limit, int(given * 0.9) if given > 0 else limit)
 
     def installed_versions(self) -> dict[str, str]:
         """Return the local versions that ranks must match; empty for a local master."""
@@ -284,10 +236,6 @@ class Cluster:
     def thread(self, target: Callable[[], None]) -> threading.Thread:
         """Return a thread whose jobs inherit this thread's job group and tags."""
         return InheritableThread(target=target, daemon=True)
-
-    def shared(self, call: bytes) -> contextlib.AbstractContextManager[bytes | Broadcast[bytes]]:
-        """Yield a call in the form that the tasks of the block's jobs receive."""
-        return broadcast(self.context, call)
 
     def collect(
         self, num_tasks: int, task: Task, schema: str, *, barrier: bool = True
@@ -366,10 +314,6 @@ class Cluster:
                 if scheduler.getExecutorDecommissionState(executor).isDefined()
             }
         )
-
-    def running_tasks(self, tag: str) -> dict[int, str]:
-        """Return the hosts of the tasks that run in the jobs with a tag, by the tasks' numbers."""
-        return {task.index(): task.host() for task in self._tasks(tag, "RUNNING")}
 
     def _tasks(self, tag: str, status: str) -> Iterator[Any]:
         """Yield Spark's data about the tasks with a status in the jobs with a tag."""

@@ -4,8 +4,7 @@ Spark rejects a barrier stage while ``spark.dynamicAllocation.enabled`` is true,
 not request executors for a stage that starts as a whole. So an ordinary job requests them: it has
 as many tasks as there are ranks, and its tasks only wait. Executors that have been busy stay for
 some seconds, and Spark does not remove those that run a rank. Spark's check reads the setting when
-a job is submitted, and only for that moment the setting is false
-(`Cluster.accepting_barrier_jobs`).
+a job is submitted, so the setting becomes false (`Cluster.accept_barrier_jobs`).
 
 Runs on the driver.
 """
@@ -29,18 +28,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.resources import TaskResources
 
 logger = logging.getLogger(__name__)
-
-
-def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
-    """Return the maximum number of tasks that can run at the same time, or None if unknown."""
-    conf = cluster.conf
-    executors = conf.get("spark.dynamicAllocation.maxExecutors", "")
-    default = None if cluster.master.startswith(("spark:", "local-cluster")) else "1"
-    cores = conf.get("spark.executor.cores", default)
-    if not executors.isdigit() or cores is None or resources.resource_profile is not None:
-        return None
-    each = resources.cpus_per_task or int(conf.get("spark.task.cpus", "1"))
-    return int(executors) * (int(cores) // each)
 
 
 def ask_for_executors(cluster: Cluster, num_tasks: int, timeout: float) -> int:
@@ -100,14 +87,6 @@ def check_slots(cluster: Cluster, num_tasks: int, timeout: float, resources: Tas
     if not cluster.knows_slots:
         return  # Spark waits for slots until start_timeout
     if cluster.allocates_dynamically:
-        most = most_slots(cluster, resources)
-        if most is not None and most < num_tasks:
-            raise SlotsError(
-                f"num_proc: {num_tasks} ranks need as many task slots at the same time, and there "
-                f"are never more than {most}: spark.dynamicAllocation.maxExecutors is "
-                f"{cluster.conf['spark.dynamicAllocation.maxExecutors']}. Set it higher, or "
-                f"num_proc to {most} or less."
-            )
         slots = ask_for_executors(cluster, num_tasks, timeout)
     else:
         slots = await_slots(cluster, num_tasks, 0 if cluster.is_local else timeout)
@@ -124,7 +103,8 @@ def check_slots(cluster: Cluster, num_tasks: int, timeout: float, resources: Tas
         f"(master {cluster.master}) has {slots}{requested and f' with {requested}'}. Set num_proc "
         f"to {slots or 1} or less, let each task ask for less (spark.task.cpus, "
         "spark.task.resource.gpu.amount), or start Spark with more executors "
-        "(spark.executor.instances) or more for each (spark.executor.cores, "
+        "(spark.executor.instances, spark.dynamicAllocation.maxExecutors) or more for each "
+        "(spark.executor.cores, "
         "spark.executor.resource.gpu.amount; for a local master the number in local[N])."
     )
 

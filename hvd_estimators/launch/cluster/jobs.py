@@ -130,11 +130,10 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
     """
     timed_out, finished = threading.Event(), threading.Event()
 
-    def watch_start(tag: str, restore: Callable[[str], None]) -> None:
+    def watch_start(tag: str) -> None:
         waited, last = 0.0, time.monotonic()
         while not finished.wait(timeouts.SPARK_POLL):
             try:
-                restore(tag)
                 if cluster.started_tasks(tag) >= num_proc:
                     return
                 if waited > start_timeout:
@@ -147,10 +146,10 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             now = time.monotonic()
             waited, last = waited + (0 if is_waiting else now - last), now
 
+    cluster.accept_barrier_jobs()
     try:
-        named = spark_job(cluster, f"Run on {num_proc} ranks", ranks=True)
-        with cluster.accepting_barrier_jobs() as restore, named as tag:
-            watcher = threading.Thread(target=watch_start, args=(tag, restore), daemon=True)
+        with spark_job(cluster, f"Run on {num_proc} ranks", ranks=True) as tag:
+            watcher = threading.Thread(target=watch_start, args=(tag,), daemon=True)
             watcher.start()
             try:
                 yield tag
@@ -226,13 +225,6 @@ class BackgroundJob:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def lacks_slots(self) -> bool:
-        """Return whether the job waits for slots; False if unknown, as over Spark Connect."""
-        with contextlib.suppress(Exception):
-            if self._tag is not None and self._cluster.jobs(self._tag):
-                return not self._cluster.started_tasks(self._tag)
-        return False
-
     def cancel(self) -> None:
         """Cancel the job if it has started."""
         if self._tag is not None:
@@ -283,30 +275,13 @@ def importing(cluster: Cluster, num_proc: int, settings: TaskSettings) -> Iterat
     tasks = 1 if cluster.is_local else num_proc
     collect = functools.partial(cluster.collect, tasks, task, "x int", barrier=not cluster.is_local)
     request = BackgroundJob(cluster, "Imports for ranks", collect)
-    seconds = timeouts.IMPORT_JOB
     try:
         yield
-    except Exception:
-        raise
-    except BaseException:
-        seconds = 0.0  # the user has interrupted the block and waits
-        raise
     finally:
-        _end_imports(request, seconds)
-
-
-def _end_imports(request: BackgroundJob, seconds: float) -> None:
-    """Wait until the job has ended; cancel it if its tasks wait for slots, or after some seconds.
-
-    Running tasks end within a moment. If they were cancelled, or if the program ended before them,
-    Spark would log stack traces. These would follow the error message of the block.
-    """
-    deadline = time.monotonic() + seconds
-    while not request.wait(timeouts.SPARK_POLL):
-        if time.monotonic() > deadline or request.lacks_slots():
+        # Started tasks end within a moment. Others wait for slots.
+        if not request.wait(timeouts.IMPORT_JOB):
             request.cancel()
             request.wait(timeouts.JOB_CANCEL)
-            return
 
 
 def spread_over_tasks(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-_MASTERS = ("spark://", "local-cluster", "yarn", "k8s")
-
 
 @dataclass(frozen=True)
 class TaskResources:
@@ -95,13 +93,6 @@ class TaskResources:
         """
         if self.is_default:
             return None
-        master = str(context.master)
-        if not master.startswith(_MASTERS):
-            raise SlotsError(
-                f"{self.describe()}: Spark schedules resources for a stage on Standalone, YARN, "
-                f"Kubernetes and local-cluster, and the master is {master}. Leave it out, or "
-                "start Spark on one of them."
-            )
         return _registered(self, str(context.applicationId), context)
 
 
@@ -141,10 +132,10 @@ def _registered(
                 raise
             message = str(java.getMessage()).rstrip(".")
             raise SlotsError(
-                f"{resources.describe()}: Spark rejects it ({message}). Ask for less, or for "
-                "resources of tasks only (resources of executors need dynamic allocation), or "
-                "start Spark with more for each executor (spark.executor.cores, "
-                "spark.executor.resource.gpu.amount)."
+                f"{resources.describe()}: Spark rejects it ({message}). Leave it out with a local "
+                "master. Otherwise ask for less, or for resources of tasks only (resources of "
+                "executors need dynamic allocation), or start Spark with more for each executor "
+                "(spark.executor.cores, spark.executor.resource.gpu.amount)."
             ) from error
         _registered_profiles[key] = rdd.getResourceProfile()
     return _registered_profiles[key]

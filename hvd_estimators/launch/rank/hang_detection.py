@@ -8,16 +8,16 @@ There are three cases, each with its own limit:
 - One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
   whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
   if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
-  stopped processes. A fit that relaunches lost ranks sets only Horovod's limit, through
-  `STALL_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
-  take. Without the limit a hang would cost the whole run; with it a hang costs only that time.
+  stopped processes. A fit that relaunches lost ranks sets it for Horovod, through `STALL_VARIABLE`.
+  That limit is longer than any first batch, validation or checkpoint should take. Without it a hang
+  would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
   Therefore trainers record progress with each batch, step and epoch, and the parent counts the
   seconds without any. It counts only during training, because it cannot judge other code. This
   indication is less certain: a callback may evaluate for hours on all ranks.
   A fit's default limit is therefore 8 times as long, and `HANG_VARIABLE` sets another one.
 
-``HOROVOD_STALL_CHECK_DISABLE=1`` turns all of these checks off. Imports neither PySpark nor a
+``HOROVOD_STALL_CHECK_DISABLE=1`` turns the second check off. Imports neither PySpark nor a
 framework.
 """
 
@@ -49,16 +49,7 @@ _STOPPED_SECONDS = 60.0
 # Multiple of the seconds that one rank may hold up others; four hours by default.
 _ALL_RANKS = 8
 
-# Horovod's coordinator prints these lines when it ends the job; "1!: [tensor, tensor ...]" names
-# a rank and the tensors that others wait for.
-_SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
-_STALLED_LINE = re.compile(r"^(\d+)!: \[(.*)\]$", re.MULTILINE)
-
-# `not_taking_part` in the error of a rank.
-_ABSENT_LINE = re.compile(r"Rank (\d+) has not taken part in '(.*)' for (\d+) s\.$", re.MULTILINE)
-
 _FILE = "progress"
-_STACK_FILE = "stack"
 _SECONDS_BETWEEN = 1.0
 
 
@@ -106,21 +97,6 @@ def seconds_without_progress() -> float:
     return time.monotonic() - _Progress.last if _Progress.is_watched else 0.0
 
 
-def write_stack(stack: str) -> None:
-    """Write the call stack in which this rank waits to a file that its parent reads."""
-    if _Progress.path is not None:
-        with contextlib.suppress(OSError):
-            _Progress.path.with_name(_STACK_FILE).write_text(stack)
-
-
-def read_stack(directory: str) -> str:
-    """Return the call stack that a rank has written to its directory; empty if there is none."""
-    try:
-        return Path(directory, _STACK_FILE).read_text()
-    except OSError:
-        return ""
-
-
 def read_progress(directory: str) -> str | None:
     """Return the mark of a rank's last progress, given its directory; None outside of training."""
     try:
@@ -129,36 +105,17 @@ def read_progress(directory: str) -> str | None:
         return None
 
 
-def stall_limit(env: Mapping[str, str]) -> float:
-    """Return the maximum seconds that a rank with the given environment may be stopped."""
-    if _whole(env.get(_DISABLE)) > 0:
-        return math.inf
-    return float(_whole(env.get(_SHUTDOWN))) or _STOPPED_SECONDS
-
-
 def hang_limit(env: Mapping[str, str]) -> float:
     """Return the maximum seconds that a rank with the given environment may make no progress."""
-    if _whole(env.get(_DISABLE)) > 0:
-        return math.inf
     if HANG_VARIABLE in env:
         return float(_whole(env[HANG_VARIABLE])) or math.inf
-    if _SHUTDOWN in env and not _whole(env[_SHUTDOWN]):
-        return math.inf
     return float(_ALL_RANKS * _whole(env.get(STALL_VARIABLE))) or math.inf
 
 
 def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make Horovod apply the stall limit of a rank's environment.
-
-    By default Horovod checks for stalled ranks once a minute, and cannot shut down any sooner. A
-    limit below two minutes therefore needs more frequent checks.
-    """
+    """Return the variable that makes Horovod apply a fit's limit, unless the user has set it."""
     if _SHUTDOWN not in env and _whole(env.get(STALL_VARIABLE)):
-        env = {**env, _SHUTDOWN: env[STALL_VARIABLE]}
-        return {_SHUTDOWN: env[_SHUTDOWN], **stall_environment(env)}
-    limit = _whole(env.get(_SHUTDOWN))
-    if 0 < limit < 2 * _HOROVODS_CHECK_SECONDS and _CHECK not in env:
-        return {_CHECK: str(max(limit // 2, 1))}
+        return {_SHUTDOWN: env[STALL_VARIABLE]}
     return {}
 
 
@@ -176,7 +133,7 @@ def hold_up_limits(env: Mapping[str, str]) -> tuple[float, float]:
 
 
 def not_taking_part(rank: int, name: str, seconds: float) -> str:
-    """Return a line about a rank that holds up others, which `stalled_ranks` parses."""
+    """Return a line about a rank that holds up others, for warnings and errors."""
     return f"Rank {rank} has not taken part in {name!r} for {seconds:.0f} s."
 
 
@@ -208,7 +165,9 @@ class StallWatch:
     """
 
     def __init__(self, env: Mapping[str, str], most: float) -> None:
-        self._stall_limit, self._hang_limit = stall_limit(env), hang_limit(env)
+        # A fit's own limit does not apply to a stopped process.
+        self._stop_limit = float(_whole(env.get(_SHUTDOWN))) or _STOPPED_SECONDS
+        self._hang_limit = hang_limit(env)
         self._stopped = self._silent = 0.0
         self._most = most
         self._mark: str | None = None
@@ -231,10 +190,10 @@ class StallWatch:
         self._mark, self._last = mark, now
         self._stopped = self._stopped + passed if is_stopped else 0.0
         self._silent = self._silent + passed if is_silent else 0.0
-        if self._stopped >= self._stall_limit:
+        if self._stopped >= self._stop_limit:
             return (
-                f"The process has been stopped for {self._stall_limit:g} s, as by SIGSTOP, and was "
-                f"not continued. ({_SHUTDOWN} sets another limit, {_DISABLE}=1 none.)"
+                f"The process has been stopped for {self._stop_limit:g} s, as by SIGSTOP, and was "
+                f"not continued. ({_SHUTDOWN} sets another limit.)"
             )
         if self._silent >= self._hang_limit:
             return (
@@ -243,28 +202,3 @@ class StallWatch:
                 "limit, 0 none.)"
             )
         return None
-
-
-def stalled_ranks(output: str) -> tuple[float, dict[int, str]] | None:
-    """Parse the stall limit and the stalled ranks from a rank's output and error.
-
-    Horovod prints them on rank 0 when it shuts down. With ``collectives="torch"`` they are in the
-    error of each rank that has waited.
-
-    Parameters
-    ----------
-    output : str
-        The end of a rank's output, and its error.
-
-    Returns
-    -------
-    (float, dict) or None
-        The limit in seconds, and for each stalled rank the names of the tensors that other ranks
-        waited for. None if the rank has not ended because of stalled ranks.
-    """
-    absent = _ABSENT_LINE.findall(output)
-    if absent and "CollectiveError" in output:
-        return float(absent[0][2]), {int(rank): name for rank, name, _ in absent}
-    ended = list(_SHUTDOWN_LINE.finditer(output))
-    ranks = {int(rank): tensors for rank, tensors in _STALLED_LINE.findall(output)}
-    return (float(ended[-1][1]), ranks) if ended and ranks else None

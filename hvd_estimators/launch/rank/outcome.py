@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
     WorkerStoreError,
 )
-from hvd_estimators.launch.rank.hang_detection import stalled_ranks
 from hvd_estimators.launch.rank.output import shortened
 
 ABORTED = "aborted"
@@ -30,6 +29,7 @@ NOT_STARTED = "not started"
 
 # Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
+
 
 _OWN = str(Path(__file__).parents[2])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -165,8 +165,6 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If the ranks' hosts cannot reach each other.
     GpuError
         If two tasks were assigned the same GPU.
-    StoreError
-        If a machine's disk of temporary files is full.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -176,8 +174,9 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.report is not None and first.error_type == UnusableHorovodError.__name__:
-        raise DependencyError(first.report.headline.removeprefix(f"{first.error_type}: "))
-    for kind in (DependencyError, GpuError, StoreError, UnreachableError):
+        problem = first.report.headline.removeprefix(f"{first.error_type}: ")
+        raise DependencyError(f"Rank {first.rank} on {first.host}: {problem}")
+    for kind in (DependencyError, GpuError, UnreachableError):
         # The user's function may raise the others.
         is_reported = first.report is None or kind is UnreachableError
         if first.error_type == kind.__name__ and is_reported:
@@ -192,10 +191,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
             output_tail=first.output_tail,
             cause="lost",
         )
-    if first.error_type not in _CAUSES or first.error_type == "aborted":
-        _raise_if_stalled(outcomes, first)
     lines = [f"Rank {first.rank} on {first.host} failed: {first.headline}"]
-    lines += [f"{_ranks(ranks)} {how}." for how, ranks in _others(failed, first) if ranks]
     if first.report is not None:
         lines.append(first.report.traceback.rstrip())
     if "No module named 'horovod'" in first.error:
@@ -214,48 +210,12 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     )
 
 
-def _others(failed: Sequence[RankOutcome], first: RankOutcome) -> Iterator[tuple[str, list[int]]]:
-    """Yield descriptions of the other failures with their ranks; equal errors are grouped."""
-    others = [o for o in failed if o is not first and o.error_type != ABORTED]
-    alike = [o.rank for o in others if o.headline == first.headline]
-    yield "failed in the same way", alike
-    yield "failed after it", [o.rank for o in others if o.rank not in alike]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(str(rank) for rank in sorted(ranks)[:10])
-    more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}{more}"
-
-
-def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
-    """Raise an error that names the stalled rank, if others have ended because of it."""
-    for outcome in outcomes:
-        shutdown = stalled_ranks(f"{outcome.output_tail}\n{outcome.error}")
-        if shutdown is None:
-            continue
-        seconds, tensors = shutdown
-        by_rank = {outcome.rank: outcome for outcome in outcomes}
-        rank = min(tensors)
-        stalled = by_rank.get(rank)
-        host = stalled.host if stalled else None
-        tail = stalled.output_tail if stalled else ""
-        raise WorkerFailedError(
-            f"Rank {rank} on {host} has held up the others for more than {seconds:g} s "
-            f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): they waited for its part of "
-            f"{tensors[rank]}. The error of rank {first.rank}:\n{first.error.rstrip()}\n"
-            f"The end of rank {rank}'s output:\n{tail.rstrip() or '(none)'}",
-            rank=rank,
-            host=host,
-            output_tail=tail,
-            cause="stalled",
-        )
-
-
 def _blame(outcome: RankOutcome) -> tuple[int, float]:
     """Return a sort key for failures, the likeliest cause first.
 
-    The end of a peer only breaks collectives, so such errors are consequences.
+    The end of a peer only breaks collectives, so such errors are consequences. Of ranks with
+    Horovod's error, the first one printed which rank the others waited for, if one stalled.
     """
     consequences = {ABORTED: 3, "HorovodInternalError": 2, "CollectiveError": 2, "lost": 1}
-    return consequences.get(outcome.error_type, 0), outcome.ended_at
+    level = consequences.get(outcome.error_type, 0)
+    return level, outcome.rank if level == 2 else outcome.ended_at

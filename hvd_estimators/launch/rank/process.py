@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,14 +23,12 @@ from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.system import memory_file, signal_of
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.launch.rank.directory import make_rank_folder
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.hang_detection import (
     StallWatch,
     is_stopped,
     read_progress,
-    read_stack,
     stall_environment,
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
@@ -92,8 +91,7 @@ class RankProcess:
     env : mapping
         The complete environment of the process.
     on_lines : callable
-        Called from another thread with a stream's name and batches of its lines. Long lines are
-        shortened in the middle.
+        Called from another thread with a stream's name and batches of its lines.
     executable : str, optional
         The Python executable. Default: the executable of this process.
     separate_streams : bool
@@ -134,7 +132,7 @@ class RankProcess:
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._start_error = ""
-        self._directory = make_rank_folder()
+        self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
         self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
         self._patience = 0.0
         reading, writing = os.pipe()
@@ -173,11 +171,6 @@ class RankProcess:
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
         mark = read_progress(self._directory)
         return self._stalls.update(any(map(is_stopped, pids)), mark, now)
-
-    @property
-    def waits_in(self) -> str:
-        """Call stack in which the rank waits without progress; empty if unknown."""
-        return read_stack(self._directory)
 
     def abort(
         self, error_type: str = "aborted", error: str = "Ended because another rank had failed."

@@ -21,7 +21,6 @@ from hvd_estimators.launch.rank.environment import (
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler
 from hvd_estimators.launch.rank.process import RankProcess
-from hvd_estimators.launch.rank.worker import HOROVOD_PROBLEM_VARIABLE
 from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import (
@@ -52,9 +51,6 @@ class RankLauncher:
         user's variables take precedence over these.
     master : Master
         The job's meeting point for programs that do not use Horovod.
-    horovod_problem : str
-        Reason why ranks cannot use Horovod; empty without a problem. A rank that calls
-        ``hvd.init()`` then raises it.
     executable : str, optional
         The Python executable. Default: the executable of this process.
     warm : WarmStart, optional
@@ -65,7 +61,6 @@ class RankLauncher:
     secret: bytes
     environment: Callable[..., dict[str, str]]
     master: Master
-    horovod_problem: str = ""
     executable: str | None = None
     warm: WarmStart | None = None
 
@@ -114,7 +109,6 @@ class RankLauncher:
                 listening,
                 proxy.environment(),
                 ranks_key(self.secret),
-                {HOROVOD_PROBLEM_VARIABLE: self.horovod_problem or None},
                 gpus,
             )
             with RankProcess(
@@ -168,7 +162,7 @@ def _supervise(
             elif failed_before is not None and now > deadline:
                 outcome = _ended_by(failed_before, process.abort())
             elif stall := process.poll():
-                outcome = process.abort("stalled", f"{stall}{_waiting(ranks)}")
+                outcome = process.abort("stalled", stall)
             else:
                 continue
             outcomes[process.rank] = outcome
@@ -186,16 +180,9 @@ def failure_of(outcome: RankOutcome) -> Failure:
     """Return a short description of a rank's failure for the other ranks."""
     if outcome.lost is not None:
         return Failure(outcome.rank, outcome.host, f"has lost its connection: {outcome.error}")
-    lines = outcome.error.rstrip().splitlines() or [""]
-    # A traceback ends with the error; a stall's reason precedes the call stacks of waiting ranks.
-    reason = lines[0 if outcome.error_type == "stalled" else -1]
+    # A traceback ends with the error.
+    reason = (outcome.error.rstrip().splitlines() or [""])[-1]
     return Failure(outcome.rank, outcome.host, f"had failed ({reason[:200]})")
-
-
-def _waiting(ranks: Sequence[RankProcess]) -> str:
-    """Return the call stacks of ranks that wait without progress."""
-    stacks = [(process.rank, process.waits_in) for process in ranks]
-    return "".join(f"\nRank {rank} waits here:\n{stack}" for rank, stack in stacks if stack)
 
 
 def _ended_by(failure: Failure, outcome: RankOutcome) -> RankOutcome:

@@ -32,9 +32,6 @@ from hvd_estimators.launch.rank.preemption import PreemptionCheck, sending_sigte
 CALLED_FILE = "called"
 """Name of the empty file in the rank's directory that exists once the function was called."""
 
-HOROVOD_PROBLEM_VARIABLE = "HVD_ESTIMATORS_HOROVOD_PROBLEM"
-"""Environment variable of ranks: the reason why they cannot use Horovod, if there is one."""
-
 
 def main(directory: str) -> int:
     """Run the call from standard input, and write its outcome there.
@@ -73,7 +70,9 @@ def main(directory: str) -> int:
 
 def _reject_unusable_horovod(basics: Any) -> None:
     """Let ``hvd.init()`` of any framework raise the reason why this rank cannot use Horovod."""
-    problem = os.environ.get(HOROVOD_PROBLEM_VARIABLE, "")
+    from hvd_estimators.launch.horovod_build import patches_problem
+
+    problem = patches_problem()
 
     def init(*args: Any, **kwargs: Any) -> NoReturn:
         raise UnusableHorovodError(problem)

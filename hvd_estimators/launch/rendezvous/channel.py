@@ -161,7 +161,9 @@ class Channel:
         self._connection.settimeout(seconds)
         self._connection.sendall(length + payload + self._tag("send", length, payload))
 
-    def receive(self, idle: float, seconds: float = 5.0) -> tuple[dict[str, Any], bytes]:
+    def receive(
+        self, idle: float, seconds: float = 5.0, most: int = _MAX_BYTES
+    ) -> tuple[dict[str, Any], bytes]:
         """Return the next message and its bytes.
 
         Parameters
@@ -170,6 +172,8 @@ class Channel:
             Seconds within which the message must begin.
         seconds : float
             Seconds within which a message that has begun must be complete.
+        most : int
+            Maximum size of the message.
 
         Raises
         ------
@@ -182,7 +186,7 @@ class Channel:
         deadline = time.monotonic() + seconds
         length = first + receive_exactly(self._connection, 3, deadline)
         count = struct.unpack(">I", length)[0]
-        if count > _MAX_BYTES:
+        if count > most:
             raise AuthenticationError(f"A message has {count} bytes, which is more than the limit.")
         payload = receive_exactly(self._connection, count, deadline)
         tag = receive_exactly(self._connection, _TAG_BYTES, deadline)

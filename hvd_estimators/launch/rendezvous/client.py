@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
@@ -53,19 +53,6 @@ class PeerLostError(ConnectionError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
-
-
-class RendezvousClient(Protocol):
-    """Interface between a rank's task and the rendezvous."""
-
-    def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
-        """Send a message and return its answer; raises `PeerLostError`."""
-
-    def failure(self) -> Failure | None:
-        """Return the failure that ends the job, if any, without waiting."""
-
-    def notify(self, kind: str, **values: Any) -> bool:
-        """Send a message and return whether it was answered."""
 
 
 class LocalRendezvousClient:
@@ -211,6 +198,10 @@ class RemoteRendezvousClient:
                 return
             if failure:
                 self._failure = Failure(**failure)
+
+
+RendezvousClient = LocalRendezvousClient | RemoteRendezvousClient
+"""Interface between a rank's task and the rendezvous."""
 
 
 class RankClient:

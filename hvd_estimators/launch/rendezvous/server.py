@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -22,10 +21,6 @@ _OK, _NOT_FOUND = 200, 404
 # More ranks than Gloo can connect.
 _MAX_MEMBERS = 2**16
 
-# If the time between two calls of `check_silence` exceeds this multiple of the interval, this
-# process was paused. The excess then does not count as silence of the ranks.
-_PAUSED_CHECKS = 4
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -40,7 +35,7 @@ class Failure:
     why : str
         The reason, as a clause.
     lost : bool
-        Whether the failure was inferred from the silence of the rank's task, not reported by it.
+        Whether the failure was inferred from the connection of the rank's task, not reported by it.
     """
 
     rank: int
@@ -90,31 +85,17 @@ class _Waits:
 
 
 class JobStore:
-    """Thread-safe store of the keys of Gloo and torch, and of the state of the ranks.
+    """Thread-safe store of the keys of Gloo and torch, and of the state of the ranks."""
 
-    Rank 0's task runs in the same process, which lives as long, so its silence does not count.
-
-    Parameters
-    ----------
-    silence : float
-        Seconds after which a silent rank counts as lost.
-
-    Attributes
-    ----------
-    check_seconds : float
-        Interval in seconds at which `check_silence` must be called.
-    """
-
-    def __init__(self, silence: float) -> None:
-        self._silence = silence
-        self.check_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rank_ended = threading.Condition(self._lock)
         self._waits = _Waits(self._lock)
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._hosts: list[str] = []
-        self._silent: dict[int, float] = {}
+        self._heard: set[int] = set()
         self._done: set[int] = set()
+        self._lost: set[int] = set()
         self._failure: Failure | None = None
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "set": self._set,
@@ -135,49 +116,43 @@ class JobStore:
         """Register the ranks of the job by their hosts, in the order of the ranks."""
         with self._lock:
             self._hosts = list(hosts)
-            self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
 
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
         """Answer one message from a rank's task."""
         arguments = dict(message)
         handler = self._handlers[arguments.pop("kind")]
         with self._lock:
-            if arguments["rank"] in self._silent:
-                self._silent[arguments["rank"]] = 0.0
+            self._heard.add(arguments["rank"])
             return handler(body=body, **arguments)
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""
         return self._failure
 
-    def check_silence(self, seconds: float) -> None:
-        """Add the seconds since the last call, or since the start, to the ranks' silence.
-
-        A rank that has been silent for too long counts as lost.
-        """
+    def lose(self, rank: int, why: str) -> None:
+        """Record that a rank is lost for a reason, unless it has finished with this store."""
         with self._lock:
-            for rank in self._silent.keys() - self._done - {0}:
-                self._silent[rank] += min(seconds, _PAUSED_CHECKS * self.check_seconds)
-                if self._is_lost(rank) and self._failure is None:
-                    why = f"has not been heard of for {self._silence:g} s"
+            if rank in range(len(self._hosts)) and rank not in self._done:
+                self._lost.add(rank)
+                if self._failure is None:
                     self._failure = Failure(rank, self._hosts[rank], why, lost=True)
-            self._rank_ended.notify_all()
+                self._rank_ended.notify_all()
+
+    def lose_unheard(self, why: str) -> None:
+        """Record that all ranks that have sent no message are lost, except for the store's own."""
+        for rank in range(1, len(self._hosts)):
+            if rank not in self._heard:
+                self.lose(rank, why)
 
     def wait_for_all(self) -> list[int]:
-        """Wait until every rank is lost or has finished with this store; return the lost ranks.
-
-        Another thread must call `check_silence` meanwhile; otherwise lost ranks are not detected.
-        """
+        """Wait until every rank is lost or has finished with this store; return the lost ranks."""
 
         def pending() -> set[int]:
-            return {r for r in self._silent.keys() - self._done if not self._is_lost(r)}
+            return set(range(len(self._hosts))) - self._done
 
         with self._rank_ended:
-            self._rank_ended.wait_for(lambda: not pending())
-            return sorted(self._silent.keys() - self._done)
-
-    def _is_lost(self, rank: int) -> bool:
-        return self._silent[rank] >= self._silence
+            self._rank_ended.wait_for(lambda: pending() <= self._lost)
+            return sorted(pending())
 
     def _get(self, rank: int, scope: str, keys: Sequence[str], body: bytes) -> Answer:
         """Return the values of all keys, joined, and their lengths, when all exist."""
@@ -309,44 +284,52 @@ class RendezvousServer:
     ) -> None:
         self._secret = secret
         self._patience = patience or Patience()
-        self.store = JobStore(self._patience.silence)
+        self.store = JobStore()
         self._listeners: list[Listener] = []
         for address in addresses:
             # The address may have disappeared, or may not be bindable.
             with contextlib.suppress(OSError):
                 self._listeners.append(Listener(address, self._serve))
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
+        silence = self._patience.silence
+        self._why_silent = f"has not been heard of for {silence:g} s"
+        self._unheard = threading.Timer(silence, self.store.lose_unheard, [self._why_silent])
+        self._unheard.daemon = True
         self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
-        self._watcher.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._unheard.cancel()
         self._ended.set()
-        self._watcher.join()
         for listener in self._listeners:
             listener.close()
 
     def listen(self, address: str) -> None:
-        """Accept connections at one of the addresses, and release the others."""
+        """Accept connections at one of the addresses, and release the others.
+
+        Ranks that do not connect in time count as lost.
+        """
+        self._unheard.start()
         for listener in self._listeners:
             if listener.address == address:
                 listener.listen()
             else:
                 listener.close()
 
-    def _watch(self) -> None:
-        before = time.monotonic()
-        while not self._ended.wait(self.store.check_seconds):
-            now = time.monotonic()
-            self.store.check_silence(now - before)
-            before = now
-
     def _serve(self, connection: socket.socket) -> None:
         channel = Channel.accept(connection, self._secret, self._patience.attempt)
-        while True:
-            # The store itself looks for silent ranks.
-            message = channel.receive(timeouts.EVENT_IDLE, self._patience.silence)
-            channel.send(*self.store.handle(*message), seconds=self._patience.silence)
+        rank, silence = -1, self._patience.silence
+        try:
+            while True:
+                # A task sends a heartbeat every second. If this process was paused, it finds one.
+                message, body = channel.receive(silence, silence)
+                rank = message["rank"]
+                channel.send(*self.store.handle(message, body), seconds=silence)
+        except OSError as error:
+            # A rank whose task has ended may still save its state, together with all others.
+            if not isinstance(error, TimeoutError):
+                self._ended.wait(silence)
+            self.store.lose(rank, self._why_silent)
+            raise

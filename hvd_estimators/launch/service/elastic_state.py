@@ -1,7 +1,6 @@
 """State of an elastic job: rank 0 commits it to the driver, and later ranks restore it.
 
-The driver keeps states in unnamed files, which no other process can open and which disappear with
-the driver's process.
+The driver keeps states in memory.
 
 Horovod's own elastic mode keeps the surviving ranks, and a notification manager in each rank
 triggers a new rendezvous. Here all ranks of a job are relaunched instead. `StateKeeper` replaces
@@ -18,14 +17,13 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Self
+from typing import Any
 
 import cloudpickle
 
 from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.exceptions import StoreError, UnreachableError
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.worker import NoNotifications, call_with
 from hvd_estimators.launch.rendezvous.channel import Channel
@@ -35,13 +33,14 @@ from hvd_estimators.launch.service.server import (
     connect_to_driver,
 )
 
-_PART_BYTES = 4 * 2**20
+# The length of a message has four bytes.
+_MOST_BYTES = 2**32 - 2**10
 
 logger = logging.getLogger(__name__)
 
 
 class CommitStore:
-    """The last commits of a job's states. Runs on the driver; used as a context manager.
+    """The last commits of a job's states. Runs on the driver.
 
     Attributes
     ----------
@@ -51,14 +50,7 @@ class CommitStore:
 
     def __init__(self) -> None:
         self.count = 0
-        self._files: dict[int, IO[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for file in self._files.values():
-            file.close()
+        self._states: dict[int, bytes] = {}
 
     @contextlib.contextmanager
     def serve(self, service: DriverService) -> Iterator[None]:
@@ -71,59 +63,31 @@ class CommitStore:
         service : DriverService
             The launch's service.
         """
-        received: list[tuple[int, IO[bytes]]] = []
+        received: list[tuple[int, bytes]] = []
+        before = self.count
 
         def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            file = self._files.get(request["state"])
-            _send(channel, {"bytes": os.fstat(file.fileno()).st_size if file else 0})
-            offset = 0
-            # Other ranks read from the same file, so its position is not used.
-            while file and (part := os.pread(file.fileno(), _PART_BYTES, offset)):
-                _send(channel, {}, part)
-                offset += len(part)
+            _send(channel, {}, self._states.get(request["state"], b""))
 
         def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            file, problem = _unnamed_file(), ""
-            for part in _parts(channel, request["bytes"]):
-                if problem:
-                    continue
-                try:
-                    file.write(part)
-                    file.flush()
-                except OSError as error:
-                    problem = f"{tempfile.gettempdir()}: {error}"
-            if not problem:
-                received.append((request["state"], file))
-                self.count = before + len(received)
-            _send(channel, {"problem": problem})
+            received.append((request["state"], _receive(channel)))
+            self.count = before + len(received)
+            _send(channel, {})
 
-        before = self.count
         service.add_handler("fetch", fetch)
         service.add_handler("commit", commit)
         try:
             yield
         finally:
-            self._files |= dict(received)
+            self._states |= dict(received)
 
 
-def _unnamed_file() -> IO[bytes]:
-    return tempfile.TemporaryFile(prefix="hvd-estimators-commit-")
+def _send(channel: Channel, message: Mapping[str, Any], state: bytes = b"") -> None:
+    channel.send(message, state, timeouts.COMMIT_MESSAGE)
 
 
-def _send(channel: Channel, message: Mapping[str, Any], body: bytes = b"") -> None:
-    channel.send(message, body, timeouts.COMMIT_MESSAGE)
-
-
-def _receive(channel: Channel) -> tuple[dict[str, Any], bytes]:
-    return channel.receive(timeouts.COMMIT_MESSAGE, timeouts.COMMIT_MESSAGE)
-
-
-def _parts(channel: Channel, count: int) -> Iterator[bytes]:
-    """Receive a number of bytes in parts."""
-    while count > 0:
-        _, part = _receive(channel)
-        count -= len(part)
-        yield part
+def _receive(channel: Channel) -> bytes:
+    return channel.receive(timeouts.COMMIT_MESSAGE, timeouts.COMMIT_MESSAGE, _MOST_BYTES)[1]
 
 
 def commit(address: str, state: int, value: Any) -> None:
@@ -141,21 +105,20 @@ def commit(address: str, state: int, value: Any) -> None:
     Raises
     ------
     StoreError
-        If the driver cannot store the state.
-    UnreachableError
-        If the driver cannot be reached.
+        If the state is too large for a message.
+    OSError
+        If the driver cannot be reached. The rank then ends, and a relaunch covers it.
     """
-    pickled = memoryview(cloudpickle.dumps(value))
-    with _connected(address) as channel:
-        _send(channel, {"kind": "commit", "state": state, "bytes": len(pickled)})
-        for start in range(0, len(pickled), _PART_BYTES):
-            _send(channel, {}, bytes(pickled[start : start + _PART_BYTES]))
-        problem = _receive(channel)[0]["problem"]
-    if problem:
+    pickled = cloudpickle.dumps(value)
+    if len(pickled) > _MOST_BYTES:
         raise StoreError(
-            f"The driver cannot store the committed state ({problem}). Set TMPDIR on the driver to "
-            "a folder with more space."
+            f"The committed state has {len(pickled) / 2**30:.1f} GiB, and the driver takes less "
+            "than 4 GiB. Save large values in a file that all machines share, and commit its path."
         )
+    with connect_to_driver(address, timeouts.COMMIT_MESSAGE) as channel:
+        _send(channel, {"kind": "commit", "state": state})
+        _send(channel, {}, pickled)
+        _receive(channel)
 
 
 def fetch(address: str, state: int) -> Any:
@@ -163,24 +126,10 @@ def fetch(address: str, state: int) -> Any:
 
     Runs in the rank. It has the parameters and errors of `commit`.
     """
-    with _connected(address) as channel:
+    with connect_to_driver(address, timeouts.COMMIT_MESSAGE) as channel:
         _send(channel, {"kind": "fetch", "state": state})
-        pickled = b"".join(_parts(channel, _receive(channel)[0]["bytes"]))
+        pickled = _receive(channel)
     return loads(pickled) if pickled else None
-
-
-@contextlib.contextmanager
-def _connected(address: str) -> Iterator[Channel]:
-    """Connect to the driver. If that fails, or breaks, the rank ends, and a relaunch covers it."""
-    try:
-        with connect_to_driver(address, timeouts.COMMIT_MESSAGE) as channel:
-            yield channel
-    except OSError as error:
-        host, port, _ = address.rsplit(":", 2)
-        raise UnreachableError(
-            f"The driver, which stores the commits of ranks, cannot be reached at {host} port "
-            f"{port}: {error}"
-        ) from error
 
 
 # Prefixes of the attributes with saved values in states and their handlers. TensorFlowState uses

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.graceful_stop import AwaitedRanks
-from hvd_estimators.launch.rank.output import Relay, shortened
+from hvd_estimators.launch.rank.output import shortened
 from hvd_estimators.launch.rendezvous.channel import Channel
 from hvd_estimators.launch.service.server import (
     SERVICE_VARIABLE,
@@ -93,8 +93,8 @@ class RankOutput:
     rank : int
         The rank.
     line : str
-        The line with its line ending; of a long line, only the two ends. If lines were dropped
-        because they were not read for long, a line reports how many.
+        The line with its line ending. A line of more than 8192 characters is divided. If lines
+        were dropped because they were not read for long, a line reports how many.
     stream : str
         ``"stdout"`` or ``"stderr"``; empty if the two are not separated.
     time : float
@@ -415,59 +415,34 @@ _MAX_MESSAGE_CHARS = 8192
 def log_to_driver(message: object) -> None:
     """Print a line on the driver's standard output while the ranks run. Called by a rank.
 
-    Replaces ``sparkdl.horovod.log_to_driver``. Training does not wait for the driver. If the driver
-    reads messages too slowly, some are dropped, and a line reports how many. Without a receiver, as
-    in a program without ranks, the message is printed here.
+    Replaces ``sparkdl.horovod.log_to_driver``. If the driver does not read a message within five
+    seconds, this and further messages are lost or printed here. So are messages without a receiver,
+    as in a program without ranks.
 
     Parameters
     ----------
     message : object
         Its text is sent; of a text with more than 8192 characters, only the two ends.
     """
+    global _current
+    text = shortened(str(message), _MAX_MESSAGE_CHARS)
     with _lock:
-        sender = _sender()
-    sender.send(shortened(str(message), _MAX_MESSAGE_CHARS))
-
-
-class _Messages:
-    """Sender of this process's messages."""
-
-    def __init__(self) -> None:
-        self._rank = int(os.environ.get("HOROVOD_RANK", "0"))
-        self._events = EventSender(patience=timeouts.OUTPUT_SEND)
-        self._relay = Relay(self._deliver) if self._events.is_connected else None
-
-    def send(self, message: str) -> None:
-        if self._relay is not None and self._events.is_connected:
-            self._relay.put("", [message])
-        else:
-            print(message, flush=True)
-
-    def close(self) -> None:
-        if self._relay is not None:
-            self._relay.close(timeouts.MESSAGES_CLOSE)
-        self._events.close()
-
-    def _deliver(self, stream: str, messages: Sequence[str]) -> None:
-        for message in messages:
-            self._events.send(RankMessage(self._rank, message.rstrip("\n")))
+        if _current is None:
+            _current = EventSender()
+            atexit.register(_current.close)
+        sender = _current
+    if sender.is_connected:
+        sender.send(RankMessage(int(os.environ.get("HOROVOD_RANK", "0")), text.rstrip("\n")))
+    else:
+        print(text, flush=True)
 
 
 _lock = threading.Lock()
-_current: _Messages | None = None
-
-
-def _sender() -> _Messages:
-    """Return the sender of this process's messages, which exists until the process ends."""
-    global _current
-    if _current is None:
-        _current = _Messages()
-        atexit.register(_current.close)
-    return _current
+_current: EventSender | None = None
 
 
 def _forget() -> None:
-    """Reset the sender in a forked child, which has no thread and must not use the connection."""
+    """Reset the sender in a forked child, which must not use the connection."""
     global _current, _lock
     _current, _lock = None, threading.Lock()
 

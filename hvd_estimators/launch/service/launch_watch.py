@@ -1,7 +1,7 @@
 """The driver's warnings about ranks that stay in a stage of their launch.
 
-Each rank's task reports the stages, and the warning names the stage, the ranks and their hosts. The
-driver asks Spark about tasks that have not reported.
+Each rank's task reports the stages, and the warning names the stage, the ranks and their hosts, as
+far as they have reported.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Self
 
 from hvd_estimators.launch import timeouts
@@ -24,37 +23,12 @@ logger = logging.getLogger(__name__)
 _MOST_NAMED_RANKS = 8
 
 
-@dataclass(frozen=True)
-class LaunchState:
-    """State of a launch.
-
-    Attributes
-    ----------
-    num_ranks : int
-        Number of ranks.
-    stage : Stage
-        The earliest stage that a rank is in.
-    waiting : int
-        Number of ranks in that stage.
-    """
-
-    num_ranks: int
-    stage: Stage
-    waiting: int
-
-
-_observer: ContextVar[Callable[[LaunchState], None] | None] = ContextVar("observer", default=None)
+_observer: ContextVar[Callable[[int], None] | None] = ContextVar("observer", default=None)
 
 
 @contextlib.contextmanager
-def observing_launches(observe: Callable[[LaunchState], None]) -> Iterator[None]:
-    """Report the state of each launch that this thread begins in the block.
-
-    Parameters
-    ----------
-    observe : callable
-        Called with each change, from any thread. It must neither wait nor raise.
-    """
+def observing_launches(observe: Callable[[int], None]) -> Iterator[None]:
+    """Call a function with the number of ranks of each launch that this thread begins."""
     token = _observer.set(observe)
     try:
         yield
@@ -78,7 +52,6 @@ class LaunchWatch:
     """
 
     def __init__(self, num_ranks: int, host: str = "") -> None:
-        self._running_tasks: Callable[[], Mapping[int, str]] = dict
         self._host = host
         self._lock = threading.Lock()
         first = Stage.CONNECTED if host else Stage.WAITING
@@ -89,16 +62,9 @@ class LaunchWatch:
         self._since = dict.fromkeys(self._stages, time.monotonic())
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._observer = _observer.get()
-        self._observe()
-
-    def with_running_tasks(self, running_tasks: Callable[[], Mapping[int, str]]) -> Self:
-        """Set the function that returns the hosts of the tasks that Spark has started.
-
-        They name the hosts of tasks that have not reported.
-        """
-        self._running_tasks = running_tasks
-        return self
+        observe = _observer.get()
+        if observe is not None:
+            observe(num_ranks)
 
     def handler(self, handler: Handler) -> Handler:
         """Return an event handler that records stages and passes on all other events."""
@@ -125,7 +91,6 @@ class LaunchWatch:
                 return
             self._stages[event.task] = event
             self._since[event.task] = time.monotonic()
-            self._observe()
         logger.info("%s is %s", _title(event), stage.label)
 
     def record_rank(self, rank: int) -> None:
@@ -140,16 +105,9 @@ class LaunchWatch:
         self._finished.set()
         self._thread.join()
 
-    def _observe(self) -> None:
-        if self._observer is not None:
-            stages = [at.stage for at in self._stages.values()]
-            earliest = min(stages)
-            self._observer(LaunchState(len(stages), Stage(earliest), stages.count(earliest)))
-
     def _watch(self) -> None:
         warned: list[RankStage] = []
         while not self._finished.wait(timeouts.STAGE_POLL):
-            self._ask_spark()
             before = time.monotonic() - timeouts.STAGE_WARNING
             with self._lock:
                 stage = Stage(min(at.stage for at in self._stages.values()))
@@ -166,20 +124,6 @@ class LaunchWatch:
                     *(_titles(late), stage.label, timeouts.STAGE_WARNING, EXPLANATIONS[stage]),
                 )
                 warned = late
-
-    def _ask_spark(self) -> None:
-        """Record the hosts of the tasks that Spark has started, and that have not reported."""
-        if all(at.host for at in self._stages.values()):
-            return
-        try:
-            running = self._running_tasks()
-        except Exception:
-            logger.debug("Spark does not answer which tasks run", exc_info=True)
-            return
-        with self._lock:
-            for task, host in running.items():
-                if task in self._stages and not self._stages[task].host:
-                    self._stages[task] = replace(self._stages[task], host=host)
 
 
 def _title(at: RankStage) -> str:

@@ -1,9 +1,9 @@
-"""Addresses of hosts: each task offers its host's addresses, and all tasks choose the same ones.
+"""Addresses of hosts: each task offers its host's address, and each of several hosts needs one.
 
 Host names are not sufficient. Two hosts can have the same name, and a host often resolves its own
-name to an address that no other host reaches. So a host's first address is the one by which Spark
-knows it. If this is no address of the machine, the first one is on the route to the driver. Each
-task then proves it, by connecting to the task of rank 0. Runs in the tasks.
+name to an address that no other host reaches. So a host's address is the one by which Spark knows
+it. If this is no address of the machine, it is the one on the route to the driver. Each task then
+proves it, by connecting to the task of rank 0. Runs in the tasks.
 """
 
 from __future__ import annotations
@@ -63,23 +63,20 @@ def route_address(host: str) -> str:
     return ""
 
 
-def candidate_addresses(
-    preferred: str = "", driver: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
-) -> list[str]:
-    """Return the addresses at which other machines may reach this one, the likeliest first.
+def own_address(preferred: str, driver: str, interfaces: Sequence[str], setting: str) -> str:
+    """Return the address at which other machines probably reach this one.
 
-    All of them are addresses of this machine, because Gloo must listen on the chosen one.
+    It is an address of this machine, because Gloo must listen on it.
 
     Parameters
     ----------
     preferred : str
-        The name or address by which the cluster knows this machine. Its addresses come first, if
-        they are addresses of this machine.
+        The name or address by which the cluster knows this machine.
     driver : str
         A host whose route is used if `preferred` names no address of this machine.
     interfaces : sequence of str
         The names of the network interfaces to use; names that this machine does not have are
-        ignored. Default: all interfaces that are up.
+        ignored. Default: all interfaces.
     setting : str
         The name of the setting with the interfaces, for the error.
 
@@ -88,32 +85,25 @@ def candidate_addresses(
     UnreachableError
         If there is no such address.
     """
-    interface_addresses = {
+    existing = {
         name: [a.address for a in entries if a.family in (socket.AF_INET, socket.AF_INET6)]
         for name, entries in psutil.net_if_addrs().items()
     }
-    down = {name for name, stats in psutil.net_if_stats().items() if not stats.isup}
-    names = interfaces or [name for name in interface_addresses if name not in down]
-    addresses = [
-        address
-        for name in names
-        for address in interface_addresses.get(name, [])
-        if _is_open(address)
-    ]
-    if not addresses:
-        existing = ", ".join(
-            f"{name} ({', '.join(entries)})"
-            for name, entries in sorted(interface_addresses.items())
-            if entries
-        )
-        selection = f" of {setting}={', '.join(interfaces)}" if interfaces else ""
-        raise UnreachableError(
-            f"{socket.gethostname()} is one of several hosts and cannot be reached from the "
-            f"others: expected an interface{selection} that is up and has an address other than a "
-            f"loopback or a link-local one; found {existing or 'none'}."
-        )
-    first = _resolved(preferred) & set(addresses) or {route_address(driver)}
-    return sorted(dict.fromkeys(addresses), key=lambda a: (a not in first, _rank(a)))
+    names = interfaces or list(existing)
+    usable = [a for name in names for a in existing.get(name, []) if _is_open(a)]
+    wanted = [*_resolved(preferred), route_address(driver)]
+    # Of several addresses of an interface, the first one of IPv4.
+    wanted += sorted(usable, key=lambda address: ":" in address) if interfaces else []
+    for address in wanted:
+        if address in usable:
+            return address
+    selection = f" of {setting}={', '.join(interfaces)}" if interfaces else ""
+    found = "; ".join(f"{name} ({', '.join(of)})" for name, of in sorted(existing.items()) if of)
+    raise UnreachableError(
+        f"{socket.gethostname()} is one of several hosts and cannot be reached from the others: "
+        f"expected an interface{selection} with an address by which Spark or the driver reaches "
+        f"it, other than a loopback or a link-local one; found {found or 'none'}. {NICS_HINT}"
+    )
 
 
 def _is_open(address: str) -> bool:
@@ -125,22 +115,17 @@ def _is_open(address: str) -> bool:
     return not is_local and not (parsed.version == 6 and parsed.is_link_local)
 
 
-def _rank(address: str) -> tuple[bool, bool]:
-    parsed = ipaddress.ip_address(address)
-    return parsed.version == 6, parsed.is_link_local
-
-
-def _resolved(name: str) -> set[str]:
+def _resolved(name: str) -> list[str]:
     """Return the addresses that a name resolves to on this machine; an address is its own."""
     try:
-        return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)} if name else set()
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None)] if name else []
     except OSError:
-        return set()
+        return []
 
 
 @dataclass(frozen=True)
-class HostAddresses:
-    """Identity and addresses of a task's host, as sent to the other tasks.
+class Host:
+    """Identity and address of a task's host, as sent to the other tasks.
 
     Attributes
     ----------
@@ -150,40 +135,36 @@ class HostAddresses:
         The host's name, for messages.
     executor : str
         Equal for two tasks of a host if and only if they belong to the same executor.
-    addresses : list of str
-        Numeric addresses at which the host may be reachable, the likeliest first.
+    address : str
+        Numeric address at which the host is probably reachable.
     error : str
-        Reason if there are no addresses; empty otherwise.
+        Reason if there is no address; empty otherwise.
     """
 
     identity: str
     name: str
     executor: str
-    addresses: list[str]
+    address: str
     error: str = ""
 
 
-def this_host(
-    preferred: str, driver: str, interfaces: Sequence[str], setting: str
-) -> HostAddresses:
-    """Return this host's `candidate_addresses`, or the error, with its identity."""
-    addresses, problem = [], ""
+def this_host(preferred: str, driver: str, interfaces: Sequence[str], setting: str) -> Host:
+    """Return this host's `own_address`, or the error, with its identity."""
+    address = problem = ""
     try:
-        addresses = candidate_addresses(preferred, driver, interfaces, setting)
+        address = own_address(preferred, driver, interfaces, setting)
     except UnreachableError as error:
         # This is not an error if all tasks run on one host.
         problem = str(error)
-    return HostAddresses(
-        host_identity(), socket.gethostname(), executor_identity(), addresses, problem
-    )
+    return Host(host_identity(), socket.gethostname(), executor_identity(), address, problem)
 
 
-def choose_addresses(hosts: Sequence[HostAddresses]) -> tuple[list[str], list[str]]:
-    """Choose an address of each task's host. All tasks make the same choice.
+def names_and_addresses(hosts: Sequence[Host]) -> tuple[list[str], list[str]]:
+    """Return a name and an address of each task's host. All tasks get the same result.
 
     Parameters
     ----------
-    hosts : sequence of HostAddresses
+    hosts : sequence of Host
         The host of each task, in task order.
 
     Returns
@@ -191,14 +172,13 @@ def choose_addresses(hosts: Sequence[HostAddresses]) -> tuple[list[str], list[st
     list of str
         Name of each task's host, unique for each host.
     list of str
-        Numeric address of each task's host. All addresses are IPv4, or all are IPv6, because Gloo
-        only connects addresses of one kind. If there is only one host, this is the loopback
+        Numeric address of each task's host. If there is only one host, this is the loopback
         address.
 
     Raises
     ------
     UnreachableError
-        If there are no such addresses.
+        If a host has no address, or the addresses cannot connect the hosts.
     """
     distinct = {host.identity: host for host in reversed(hosts)}
     if len(distinct) == 1:
@@ -206,32 +186,20 @@ def choose_addresses(hosts: Sequence[HostAddresses]) -> tuple[list[str], list[st
     errors = [host.error for host in distinct.values() if host.error]
     if errors:
         raise UnreachableError(" ".join(errors))
-    # An address of several hosts, such as Docker's 172.17.0.1, leads each of them to itself.
-    count = Counter(address for host in distinct.values() for address in host.addresses)
-    chosen: dict[str, str] = {}
-    for is_ipv6 in sorted((False, True), key=lambda kind: kind != (":" in hosts[0].addresses[0])):
-        for host in distinct.values():
-            of_kind = [a for a in host.addresses if (":" in a) == is_ipv6 and count[a] == 1]
-            if of_kind:
-                chosen.setdefault(host.identity, of_kind[0])
-        if len(chosen) == len(distinct):
-            break
-        chosen.clear()
-    if not chosen:
-        found = "; ".join(
-            f"{host.name} ({', '.join(host.addresses)})" for host in distinct.values()
-        )
+    addresses = {host.address for host in distinct.values()}
+    if len(addresses) < len(distinct) or len({":" in address for address in addresses}) > 1:
+        found = "; ".join(f"{host.name} ({host.address})" for host in distinct.values())
         raise UnreachableError(
             "Ranks on several hosts connect to each other at addresses of one kind (IPv4 or IPv6) "
-            f"that no other host has. There are none: found {found}. {NICS_HINT}"
+            f"that no other host has; found {found}. {NICS_HINT}"
         )
     names = Counter(_url_safe(host.name) for host in distinct.values())
     labels = {
-        identity: name if names[name] == 1 else _url_safe(f"{name}-{chosen[identity]}")
-        for identity, name in ((i, _url_safe(host.name)) for i, host in distinct.items())
+        host.identity: name if names[name] == 1 else _url_safe(f"{name}-{host.address}")
+        for host, name in ((each, _url_safe(each.name)) for each in distinct.values())
     }
     identities = [host.identity for host in hosts]
-    return [labels[each] for each in identities], [chosen[each] for each in identities]
+    return [labels[each] for each in identities], [distinct[each].address for each in identities]
 
 
 def _url_safe(name: str) -> str:

@@ -14,29 +14,18 @@ import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hvd_estimators
 from hvd_estimators.exceptions import DependencyError, GpuError
-from hvd_estimators.launch.gpus import (
-    VISIBLE_VARIABLE,
-    assigned_gpus,
-    check_assignment,
-    gpu_place,
-    rank_gpus,
-)
-from hvd_estimators.launch.horovod_build import (
-    check_builds,
-    horovod_build,
-    installed_version,
-    patches_problem,
-)
+from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, rank_gpus
+from hvd_estimators.launch.horovod_build import installed_version
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
     from hvd_estimators.launch.rank.environment import SlotInfo
-    from hvd_estimators.launch.task.addresses import HostAddresses
+    from hvd_estimators.launch.task.addresses import Host
     from hvd_estimators.launch.task.settings import TaskSettings
 
 _PACKAGES = (
@@ -45,10 +34,8 @@ _PACKAGES = (
 )
 
 
-def machine_facts(
-    context: BarrierTaskContext, settings: TaskSettings, executor: str
-) -> dict[str, Any]:
-    """Return the facts that the other tasks need for their checks, serializable as JSON.
+def machine_problem(context: BarrierTaskContext, settings: TaskSettings) -> list[str] | None:
+    """Return why a rank cannot run in this task: the name of an error, and its text.
 
     Parameters
     ----------
@@ -56,79 +43,41 @@ def machine_facts(
         Context of this task.
     settings : TaskSettings
         The driver's settings for every task.
-    executor : str
-        Identifier of the task's executor, unique on its host.
     """
-    facts: dict[str, Any] = {}
-    if settings.executable is None:
-        problem = patches_problem()
-        if problem:
-            facts["horovod_problem"] = problem
-        if settings.versions:
-            facts["build"] = "" if problem else horovod_build()
-            other = differences(installed_versions(), settings.versions)
-            if other:
-                facts["problem"] = other
-    if VISIBLE_VARIABLE not in settings.env:  # else the user chooses GPUs, or hides them
-        try:
-            gpus = assigned_gpus(_addresses(context), _environment(settings))
-        except GpuError as error:
-            facts["gpu_problem"] = str(error)
-        else:
-            facts.update({"gpus": gpus, "gpu_place": gpu_place(executor)} if gpus else {})
-    return facts
+    if settings.executable is None and settings.versions:
+        other = differences(installed_versions(), settings.versions)
+        if other:
+            return [DependencyError.__name__, other]
+    try:
+        _assigned(context, settings)
+    except GpuError as error:
+        return [GpuError.__name__, str(error)]
+    return None
 
 
-def check_machines(hosts: Sequence[HostAddresses], facts: Sequence[Mapping[str, Any]]) -> None:
+def check_machines(hosts: Sequence[Host], problems: Sequence[list[str] | None]) -> None:
     """Check that the ranks can be started on all machines. All tasks raise the same error.
 
     Parameters
     ----------
-    hosts : sequence of HostAddresses
+    hosts : sequence of Host
         The host of each task.
-    facts : sequence of mapping
-        The facts of each task; see `machine_facts`.
+    problems : sequence
+        The result of `machine_problem` in each task.
 
     Raises
     ------
     DependencyError
         If a machine has other packages than the driver.
     GpuError
-        If two tasks were assigned the same GPU, or one that its executor does not see.
+        If a task was assigned a GPU that its executor does not see.
     """
-    for task, (host, of_task) in enumerate(zip(hosts, facts, strict=True)):
-        if "problem" in of_task:
-            raise DependencyError(f"Rank {task} on {host.name} {of_task['problem']}")
-    for of_task in facts:
-        if "gpu_problem" in of_task:
-            raise GpuError(of_task["gpu_problem"])
-    # GPUs are compared within a host, by its identity: several hosts may have the same name.
-    names = {host.identity: host.name for host in hosts}
-    gpu_places = [
-        (names[host.identity], f"{host.identity} {of_task.get('gpu_place', '')}")
-        for host, of_task in zip(hosts, facts, strict=True)
-    ]
-    check_assignment(gpu_places, [of_task.get("gpus", []) for of_task in facts])
-
-
-def horovod_problem(hosts: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the reason why the ranks cannot use Horovod; empty without a problem.
-
-    Parameters
-    ----------
-    hosts : sequence of str
-        The name of each task's host.
-    facts : sequence of mapping
-        The facts of each task; see `machine_facts`.
-    """
-    for host, of_task in zip(hosts, facts, strict=True):
-        if of_task.get("horovod_problem"):
-            return f"{of_task['horovod_problem']} Found on {host}."
-    try:
-        check_builds(hosts, [of_task.get("build", "") for of_task in facts])
-    except DependencyError as error:
-        return str(error)
-    return ""
+    for task, (host, problem) in enumerate(zip(hosts, problems, strict=True)):
+        if problem is not None:
+            kind, text = problem
+            if kind == GpuError.__name__:
+                raise GpuError(text)
+            raise DependencyError(f"Rank {task} on {host.name} {text}")
 
 
 def gpu_variables(
@@ -136,8 +85,15 @@ def gpu_variables(
 ) -> dict[str, str]:
     """Return the variables that restrict a task's rank to its GPUs."""
     addresses, env = _addresses(context), _environment(settings)
-    gpus = [] if VISIBLE_VARIABLE in settings.env else assigned_gpus(addresses, env)
+    gpus = _assigned(context, settings)
     return rank_gpus(addresses, gpus, slot.local_rank, slot.local_size, env)
+
+
+def _assigned(context: BarrierTaskContext, settings: TaskSettings) -> list[str]:
+    """Return the GPUs that Spark assigned to a task; none if the user chooses or hides them."""
+    if VISIBLE_VARIABLE in settings.env:
+        return []
+    return assigned_gpus(_addresses(context), _environment(settings))
 
 
 def _addresses(context: BarrierTaskContext) -> list[str]:

@@ -1,4 +1,4 @@
-"""Output of a rank on its way from the task to the executor's log, the driver and the store."""
+"""Output of a rank on its way from the task to the executor's log and the driver."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import Relay
-from hvd_estimators.launch.rank.rank_logs import RankLog
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage
 from hvd_estimators.launch.task.settings import TaskSettings
 
@@ -18,8 +16,7 @@ from hvd_estimators.launch.task.settings import TaskSettings
 class TaskOutput:
     """Context manager around a rank's process that forwards the lines of its output.
 
-    All lines go to the executor's log. Streams that the job requests also go to the driver. Both
-    ends of the output go to the job's `RankLogs`, if it has them.
+    All lines go to the executor's log. Streams that the job requests also go to the driver.
 
     Parameters
     ----------
@@ -35,17 +32,14 @@ class TaskOutput:
         self._rank = rank
         self._settings = settings
         self._driver = driver
-        self._rank_log = RankLog(settings.rank_logs, rank)
         self._reporting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._rank_log.__enter__()
         self._relay = Relay(self._send) if self._settings.streams else None
         return self
 
     def handle(self, stream: str, lines: list[str]) -> None:
         """Forward lines of a stream."""
-        self._rank_log.add(lines)
         is_sent = stream in self._settings.streams
         if is_sent and self._relay is not None:
             self._relay.put(stream, lines)
@@ -66,19 +60,11 @@ class TaskOutput:
         self._reporting = threading.Thread(target=send, daemon=True)
         self._reporting.start()
 
-    def log_error(self, outcome: RankOutcome) -> None:
-        """Write the traceback of a rank's exception to its log, and a remote executor's."""
-        self._rank_log.add_outcome(outcome)
-        if outcome.report is not None and not self._settings.one_machine:
-            lines = outcome.report.traceback.splitlines(keepends=True)
-            sys.stderr.write(self._marked(lines))
-
     def __exit__(self, *exc_info: object) -> None:
         if self._relay is not None:
             self._relay.close()
         if self._reporting is not None:
             self._reporting.join(timeouts.STAGE_CLOSE)
-        self._rank_log.__exit__()
 
     def _marked(self, lines: Sequence[str]) -> str:
         return "".join(f"[{self._rank}] {line}" for line in lines)

@@ -23,7 +23,6 @@ from hvd_estimators.exceptions import (
     DependencyError,
     GpuError,
     ResultsError,
-    StoreError,
     UnreachableError,
 )
 from hvd_estimators.launch import timeouts
@@ -44,17 +43,16 @@ from hvd_estimators.launch.service.exchange import exchange
 from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.addresses import (
     NICS_HINT,
-    HostAddresses,
-    choose_addresses,
+    Host,
     executor_identity,
     host_identity,
+    names_and_addresses,
     this_host,
 )
 from hvd_estimators.launch.task.host_checks import (
     check_machines,
     gpu_variables,
-    horovod_problem,
-    machine_facts,
+    machine_problem,
 )
 from hvd_estimators.launch.task.output import TaskOutput
 from hvd_estimators.launch.task.settings import TaskSettings, task_environment, warm_start
@@ -71,8 +69,8 @@ LESS_RESULTS = (
 )
 """Advice for results that are too large."""
 
-MOST_BYTES = 2**30
-"""Maximum size of a rank's result; an Arrow value has less than 2 GiB."""
+# An Arrow value has less than 2 GiB.
+_MOST_BYTES = 2**30
 
 
 def hosts_without(
@@ -121,14 +119,14 @@ def run_rank(settings: TaskSettings) -> Iterator[pa.RecordBatch]:
     task, host = context.partitionId(), socket.gethostname()
     try:
         outcome = _run_rank(context, settings)
-    except (DependencyError, GpuError, StoreError, UnreachableError) as error:
+    except (DependencyError, GpuError, UnreachableError) as error:
         kind = type(error).__name__
         outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
     except PeerLostError as error:
         lost = error.failure.rank, error.failure.host
         why = f"Not started because {error}."
         outcome = RankOutcome(task, host, None, "lost", why, "", time.time(), lost)
-    document = pickle.dumps(vars(_within(outcome, settings.max_bytes)))
+    document = pickle.dumps(vars(_within_limit(outcome)))
     yield pa.RecordBatch.from_pydict({"outcome": pa.array([document], pa.binary())})
 
 
@@ -138,23 +136,25 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
     with contextlib.ExitStack() as stack:
         # Facts
         here = _this_host(context, settings)
-        facts = {"host": asdict(here), **machine_facts(context, settings, here.executor)}
+        facts: dict[str, Any] = {
+            "host": asdict(here),
+            "problem": machine_problem(context, settings),
+        }
         server = None
         if task == 0:
-            listening = [LOOPBACK, *here.addresses]
+            listening = [LOOPBACK, here.address] if here.address else [LOOPBACK]
             server = stack.enter_context(RendezvousServer(settings.secret, listening))
             port = stack.enter_context(reserved_port())
             facts["endpoints"] = server.endpoints
             facts["master"] = {"port": port, "run_id": uuid.uuid4().hex}
 
         # Exchange
-        is_used = settings.exchanges_over_driver
-        address = settings.service if is_used or settings.streams else ""
-        driver = stack.enter_context(contextlib.closing(EventSender(address, timeouts.OUTPUT_SEND)))
-        peers = exchange(context, driver if is_used else None, facts)
-        hosts = [HostAddresses(**peer["host"]) for peer in peers]
-        check_machines(hosts, peers)
-        names, addresses = choose_addresses(hosts)
+        driver = EventSender(settings.service, timeouts.OUTPUT_SEND)
+        stack.enter_context(contextlib.closing(driver))
+        peers = exchange(context, driver, facts)
+        hosts = [Host(**peer["host"]) for peer in peers]
+        check_machines(hosts, [peer["problem"] for peer in peers])
+        names, addresses = names_and_addresses(hosts)
         # Task 0 has rank 0.
         slots = assign_ranks(names, [host.executor for host in hosts])
         slot, first = slots[task], slots[0]
@@ -185,11 +185,10 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
 
         # Process
         launcher = RankLauncher(
-            settings.call if isinstance(settings.call, bytes) else settings.call.value,
+            settings.call,
             settings.secret,
             functools.partial(task_environment, settings),
             Master(addresses[0], **peers[0]["master"]),
-            horovod_problem([host.name for host in hosts], peers),
             settings.executable,
             warm_start(settings),
         )
@@ -206,7 +205,6 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
             ) as process,
         ):
             (outcome,) = supervise([process], client.failure)
-            output.log_error(outcome)
 
         # Outcome
         if outcome.failed:
@@ -217,9 +215,9 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
     return outcome
 
 
-def _this_host(context: BarrierTaskContext, settings: TaskSettings) -> HostAddresses:
+def _this_host(context: BarrierTaskContext, settings: TaskSettings) -> Host:
     if settings.one_machine:
-        return HostAddresses(host_identity(), socket.gethostname(), executor_identity(), [])
+        return Host(host_identity(), socket.gethostname(), executor_identity(), "")
     preferred = context.getTaskInfos()[context.partitionId()].address
     preferred = preferred.rpartition(":")[0].strip("[]")
     driver = settings.service.rsplit(":", 2)[0]
@@ -229,13 +227,13 @@ def _this_host(context: BarrierTaskContext, settings: TaskSettings) -> HostAddre
     return this_host(preferred, driver, [variable], INTERFACE_VARIABLE)
 
 
-def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
-    """Return an outcome, or an error if its result is too large for the driver."""
+def _within_limit(outcome: RankOutcome) -> RankOutcome:
+    """Return an outcome, or an error if its result is too large for a row of Spark."""
     size = len(outcome.result or b"")
-    if size <= max_bytes:
+    if size <= _MOST_BYTES:
         return outcome
     error = (
         f"Rank {outcome.rank} returned {size / 2**20:,.0f} MiB, and the driver can collect "
-        f"{max_bytes / 2**20:,.1f} MiB of each rank. {LESS_RESULTS}"
+        f"{_MOST_BYTES / 2**20:,.0f} MiB of each rank. {LESS_RESULTS}"
     )
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import types
-from collections.abc import Set
 
 # What a trainer imports when it opens its data. With its first array, PyArrow imports pandas, if
 # that is installed. A module that is not installed is skipped.
@@ -54,8 +52,6 @@ and draws no random numbers. The user's own modules are never imported in advanc
 change before the next launch.
 """
 
-_LISTED_PACKAGES = {name.partition(".")[0] for name in _MODULES}
-
 # A short string in a pickle: an opcode, the length and the text.
 _NAME_IN_PICKLE = re.compile(rb"\x8c(.)([A-Za-z_][\w.]*)", re.DOTALL)
 
@@ -67,8 +63,8 @@ def modules_of(call: bytes) -> tuple[str, ...]:
     """Return the modules to import for a pickled call, from `pickle_call`.
 
     The call contains the names that a function of a script or notebook imports, the modules of its
-    arguments' classes, and the trainer of an estimator. Of a function of an installed module it
-    contains only the two names, so what this module and the function import is added.
+    arguments' classes, and the trainer of an estimator. A function of an installed module imports
+    its modules in each rank.
     """
     names: set[str] = set()
     for part in (call[:_SEARCHED_BYTES], call[_SEARCHED_BYTES:][-_SEARCHED_BYTES:]):
@@ -77,7 +73,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             if length[0] == len(text):
                 names.add(text.decode())
     modules: set[str] = set()
-    for name in names | _used_by(names):
+    for name in names:
         listed = _listed(name)
         modules.update(_MODULES.get(listed, ()))
         if listed.startswith("hvd_estimators"):
@@ -92,20 +88,3 @@ def _listed(name: str) -> str:
     while name and name not in _MODULES:
         name = name.rpartition(".")[0]
     return name
-
-
-def _used_by(names: Set[str]) -> set[str]:
-    """Return the modules that named modules of this process use, and names in named functions."""
-    found: set[str] = set()
-    for name in names & sys.modules.keys():
-        if name.partition(".")[0] in _LISTED_PACKAGES:
-            continue
-        for value in list(vars(sys.modules[name]).values()):
-            if isinstance(value, types.ModuleType):
-                # A plain access would load a module of importlib.util.LazyLoader.
-                found.add(object.__getattribute__(value, "__dict__").get("__name__", ""))
-            elif isinstance(value, (type, types.FunctionType)):
-                found.add(str(value.__module__))
-                if isinstance(value, types.FunctionType) and value.__name__ in names:
-                    found.update(value.__code__.co_names)
-    return found

@@ -17,12 +17,10 @@ from packaging.version import Version
 from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators.commands.horovod_source import PATCHES
 from hvd_estimators.commands.toolchain import detect_recipe
-from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import (
     BUILD_FILE,
     REVISION,
-    check_builds,
     describe_build,
     horovod_problem,
     installed_horovod_spark,
@@ -102,13 +100,6 @@ class TestRecord:
         install(None)
         assert installed_record() == {}
         assert horovod_problem("torch") == "Horovod is not installed"
-
-    def test_different_builds_on_ranks_are_an_error_that_describes_them(self):
-        builds = [f"{describe_build(recipe.record())} (1a)" for recipe in (RECIPE, TORCH_ONLY)]
-
-        expected = r"torch 2\.13\.0\+cpu and TensorFlow 2\.21\.0, CPU \(1a\) on a; torch .* on b"
-        with pytest.raises(DependencyError, match=expected):
-            check_builds(["a", "b"], builds)
 
 
 class TestImportOfAFramework:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import Launch, Restarts
+from hvd_estimators.fitting.restarts import Restarts
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
@@ -265,20 +264,3 @@ def test_relaunches_wait_for_an_unavailable_store(
     fit = Fit(tmp_path)
     assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError", is_transient=True))) == [2]
     assert answers == []
-
-
-def test_the_oldest_logs_of_ranks_are_deleted_and_other_files_stay(tmp_path: Path) -> None:
-    store = Store.create(str(tmp_path))
-    folder = Path(str(store.get_rank_logs_path("a")))
-    launches = [f"202611{day:02d}-101500-000000" for day in range(1, 13)]
-    for name in (*launches, "0 notes", "zz-crash"):
-        (folder / name).mkdir(parents=True)
-    run: Any = SimpleNamespace(store=store, paths=SimpleNamespace(run_id="a"))
-    nothing: Any = SimpleNamespace(put=lambda train: None)
-
-    logs = Launch(run, nothing, nothing, nothing, nothing)._rank_logs()
-
-    # The new launch has the tenth place.
-    assert sorted(os.listdir(folder)) == ["0 notes", *launches[3:], "zz-crash"]
-    assert logs is not None
-    assert Path(logs.folder).parent == folder

@@ -12,39 +12,23 @@ from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.task import addresses
 from hvd_estimators.launch.task.addresses import (
-    HostAddresses,
-    candidate_addresses,
-    choose_addresses,
+    Host,
     executor_identity,
     host_identity,
+    names_and_addresses,
+    own_address,
 )
 
 
-def host(*found, name="node", identity=None, error=""):
-    return HostAddresses(identity or "".join(found), name, "executor", list(found), error)
+def host(address, name="node", identity=None, error=""):
+    return Host(identity or address, name, "executor", address, error)
 
 
-class TestChoice:
-    @pytest.mark.parametrize(
-        ("others", "chosen"),
-        [
-            (["10.0.0.1", "fd00::1"], ["fd00::1", "fd00::2"]),
-            (["fd00::1", "10.0.0.1"], ["fd00::1", "fd00::2"]),
-        ],
-    )
-    def test_all_addresses_are_of_one_kind(self, others, chosen):
-        assert choose_addresses([host(*others), host("fd00::2")])[1] == chosen
+class TestHosts:
+    def test_each_host_has_one_address(self):
+        hosts = [host("fd00::1"), host("fd00::2"), host("fd00::3", identity="fd00::1")]
 
-    def test_the_kind_by_which_spark_knows_rank_0s_host_is_preferred(self):
-        hosts = [host("fd00::1", "10.0.0.1"), host("10.0.0.2", "fd00::2")]
-
-        assert choose_addresses(hosts)[1] == ["fd00::1", "fd00::2"]
-        assert choose_addresses(hosts[::-1])[1] == ["10.0.0.2", "10.0.0.1"]
-
-    def test_an_address_of_several_hosts_is_not_used(self):
-        hosts = [host("172.17.0.1", "10.0.0.1"), host("172.17.0.1", "10.0.0.2")]
-
-        assert choose_addresses(hosts)[1] == ["10.0.0.1", "10.0.0.2"]
+        assert names_and_addresses(hosts)[1] == ["fd00::1", "fd00::2", "fd00::1"]
 
     def test_the_error_names_hosts_addresses_and_nics(self):
         shared = [
@@ -55,26 +39,28 @@ class TestChoice:
 
         for hosts in (shared, other_kinds):
             with pytest.raises(UnreachableError, match=r"nics='eth1'.*HOROVOD_GLOO_IFACE") as found:
-                choose_addresses(hosts)
+                names_and_addresses(hosts)
             for each in hosts:
-                assert f"{each.name} ({each.addresses[0]})" in str(found.value)
+                assert f"{each.name} ({each.address})" in str(found.value)
 
     def test_hosts_with_the_same_name_are_distinguished(self):
-        names, _ = choose_addresses([host("10.0.0.1"), host("10.0.0.2")])
+        names, _ = names_and_addresses([host("10.0.0.1"), host("10.0.0.2")])
 
         assert names == ["node-10.0.0.1", "node-10.0.0.2"]
 
     def test_tasks_on_one_host_use_the_loopback(self):
-        hosts = [host("10.0.0.1", identity="1"), host(identity="1", error="no network")]
+        hosts = [host("10.0.0.1", identity="1"), host("", identity="1", error="no network")]
 
-        assert choose_addresses(hosts) == (["node", "node"], ["127.0.0.1", "127.0.0.1"])
+        assert names_and_addresses(hosts) == (["node", "node"], ["127.0.0.1", "127.0.0.1"])
 
     def test_a_host_without_an_address_fails_all_tasks(self):
         with pytest.raises(UnreachableError, match="it has no network"):
-            choose_addresses([host("10.0.0.1"), host(error="it has no network", identity="2")])
+            names_and_addresses(
+                [host("10.0.0.1"), host("", error="it has no network", identity="2")]
+            )
 
 
-class TestCandidates:
+class TestOwnAddress:
     @pytest.fixture
     def machine(self, monkeypatch):
         """A machine with every kind of address."""
@@ -92,37 +78,39 @@ class TestCandidates:
         }
         found = {name: [inet(a) for a in entries] for name, entries in interfaces.items()}
         found["eth0"].append(SimpleNamespace(family=psutil.AF_LINK, address="00:16:3e:00:00:01"))
-        up = {name: SimpleNamespace(isup=name != "eth2") for name in interfaces}
         monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
-        monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: up)
-
-    @pytest.mark.usefixtures("machine")
-    def test_candidates_are_reachable_addresses_with_ipv4_first(self):
-        assert candidate_addresses() == ["10.0.0.5", "10.1.0.5", "169.254.3.4", "fd00::5"]
-
-    @pytest.mark.usefixtures("machine")
-    def test_the_clusters_address_comes_first_if_it_belongs_to_this_machine(self):
-        assert candidate_addresses("10.1.0.5")[0] == "10.1.0.5"
-        assert candidate_addresses("fd00::5")[0] == "fd00::5"
-        assert candidate_addresses("fd00:0::5")[0] == "fd00::5"
-        assert candidate_addresses("192.0.2.1") == candidate_addresses()
-        assert candidate_addresses("a-name-that-is.invalid") == candidate_addresses()
-
-    @pytest.mark.usefixtures("machine")
-    def test_without_it_the_address_on_the_route_to_the_driver_comes_first(self, monkeypatch):
         monkeypatch.setattr(addresses, "route_address", {"driver": "10.1.0.5"}.get)
-        # As on Debian, where a host's name leads to its loopback interface.
-        assert candidate_addresses("127.0.1.1", "driver")[0] == "10.1.0.5"
-        assert candidate_addresses("10.0.0.5", "driver")[0] == "10.0.0.5"
+
+    @pytest.mark.usefixtures("machine")
+    @pytest.mark.parametrize(
+        ("preferred", "found"),
+        [
+            ("10.0.0.5", "10.0.0.5"),
+            ("fd00::5", "fd00::5"),
+            ("fd00:0::5", "fd00::5"),
+            ("169.254.3.4", "169.254.3.4"),
+            # As on Debian, where a host's name leads to its loopback interface.
+            ("127.0.1.1", "10.1.0.5"),
+            ("192.0.2.1", "10.1.0.5"),
+            ("a-name-that-is.invalid", "10.1.0.5"),
+        ],
+    )
+    def test_sparks_address_is_used_or_the_one_on_the_route_to_the_driver(self, preferred, found):
+        assert own_address(preferred, "driver", (), "nics") == found
+
+    @pytest.mark.usefixtures("machine")
+    def test_without_either_it_is_an_error(self):
+        with pytest.raises(UnreachableError, match=r"eth1 \(10\.1\.0\.5\).*SparkBackend\(nics"):
+            own_address("192.0.2.1", "elsewhere", (), "nics")
 
     @pytest.mark.usefixtures("machine")
     def test_only_the_requested_interfaces_are_used(self):
-        assert candidate_addresses("10.1.0.5", "", ["eth0"]) == ["10.0.0.5", "fd00::5"]
-        assert "10.1.0.5" in candidate_addresses(interfaces=["eth0", "eth1", "eth7"])
+        assert own_address("10.1.0.5", "driver", ["eth0"], "nics") == "10.0.0.5"
+        assert own_address("10.1.0.5", "driver", ["eth0", "eth1", "eth7"], "nics") == "10.1.0.5"
         with pytest.raises(UnreachableError, match=r"IFACE=eth7.*eth1 \(10\.1\.0\.5\)"):
-            candidate_addresses("", "", ["eth7"], "HOROVOD_GLOO_IFACE")
-        with pytest.raises(UnreachableError, match=r"nics=eth7, lo that is up"):
-            candidate_addresses(interfaces=["eth7", "lo"])
+            own_address("", "", ["eth7"], "HOROVOD_GLOO_IFACE")
+        with pytest.raises(UnreachableError, match=r"nics=eth7, lo with an address"):
+            own_address("127.0.0.1", "", ["eth7", "lo"], "nics")
 
     @pytest.mark.usefixtures("machine")
     def test_the_environment_of_a_rank_names_its_address_and_interface(self):

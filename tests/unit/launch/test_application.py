@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def application(master: str, python: str = sys.executable, **conf: str) -> Clust
     context: Any = SimpleNamespace(
         master=master,
         pythonExec=python,
+        applicationId="app-1",
         getConf=lambda: SimpleNamespace(getAll=lambda: list(found.items())),
     )
     return Cluster(context)
@@ -91,11 +93,14 @@ def test_a_connect_server_that_hides_its_settings_is_named(name: str) -> None:
         conf=SimpleNamespace(get=get), client=SimpleNamespace(host="managed.example")
     )
     session.registerProgressHandler = print
+    asks = functools.partial(SparkBackend(2).run, len, ["a"])
+    if name == "spark.app.id":
+        asks = SparkBackend().num_processes  # type: ignore[assignment]
     with (
         using_session(session),
         pytest.raises(DependencyError, match=rf"{name}.*not supported.*LocalBackend"),
     ):
-        SparkBackend().num_processes()
+        asks()
 
 
 def test_only_the_application_module_accesses_sparks_jvm() -> None:

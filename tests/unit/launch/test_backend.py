@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,8 +13,6 @@ from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.service.events import Event, EventSender, RankOutput
-from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.horovod_session import horovod_session
@@ -45,7 +41,7 @@ def test_methods_of_an_object_replace_those_of_backend() -> None:
         def __getattr__(self, name: str) -> Any:
             if name not in vars(Backend):
                 raise AttributeError(name)
-            return lambda *args: called.append(name) or {"driver_host": "a"}.get(name)
+            return lambda *args: called.append(name)
 
     backend = as_backend(Own())
     arguments = {"check_store": (None,), "resized": (2,), "warming_up": (print, (), {})}
@@ -67,20 +63,6 @@ def test_any_object_that_runs_functions_is_a_backend() -> None:
     assert type(as_backend(HereBackend(np.int64(1))).num_processes()) is int
     own = LocalBackend(2)
     assert as_backend(own) is own
-
-
-def test_events_of_its_ranks_reach_the_handler() -> None:
-    def work(number: int) -> None:
-        with contextlib.closing(EventSender()) as sender:
-            sender.send(RankOutput(0, f"{number}\n"))
-
-    heard: list[Event] = []
-    given = HereBackend()
-    as_backend(given).run(work, (5,), env={"A": "b"}, on_event=heard.append)
-    assert heard == [RankOutput(0, "5\n")]
-    # Such a backend may print the environment, as Horovod's runner does, so it holds no secret.
-    assert given.env == {"A": "b"}
-    assert SERVICE_VARIABLE not in os.environ
 
 
 def test_a_backend_without_event_support_keeps_its_checks() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,21 +22,21 @@ def _own_manager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that calls another one as a rank of a job's next launch."""
     launches = 0
-    with CommitStore() as store:
+    store = CommitStore()
 
-        def call(fn: Callable[..., Any], *args: Any, rank: int = 0, again: bool = False) -> Any:
-            nonlocal launches
-            launches += not again
-            service = DriverService("127.0.0.1")
-            with service, store.serve(service), monkeypatch.context() as patch:
-                patch.setenv(SERVICE_VARIABLE, service.address)
-                patch.setenv("HOROVOD_RANK", str(rank))
-                return run_in_rank(fn, args, {}, launches - 1)
+    def call(fn: Callable[..., Any], *args: Any, rank: int = 0, again: bool = False) -> Any:
+        nonlocal launches
+        launches += not again
+        service = DriverService("127.0.0.1")
+        with service, store.serve(service), monkeypatch.context() as patch:
+            patch.setenv(SERVICE_VARIABLE, service.address)
+            patch.setenv("HOROVOD_RANK", str(rank))
+            return run_in_rank(fn, args, {}, launches - 1)
 
-        yield call
+    return call
 
 
 def object_state(**values: Any) -> Any:

@@ -15,7 +15,6 @@ import pytest
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.client import PeerLostError
-from hvd_estimators.launch.service import exchange as module
 from hvd_estimators.launch.service.events import EventSender, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
 from hvd_estimators.launch.service.server import DriverService
@@ -27,19 +26,18 @@ pytestmark = pytest.mark.timeout(60)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "EVENT_CONNECT", 0.5)
     monkeypatch.setattr(timeouts, "EXCHANGE", 1.0)
-    monkeypatch.setattr(module, "_UNREACHABLE_FROM", set())
 
 
 @contextlib.contextmanager
-def served(tasks: int = 3, application: str = "app") -> Iterator[str]:
-    """Serve the exchange; yield the service's address, or an empty string if it is not used."""
-    server = ExchangeServer(tasks, application, lambda stage: None)
+def served(tasks: int = 3) -> Iterator[str]:
+    """Serve the exchange; yield the service's address."""
+    server = ExchangeServer(tasks, lambda stage: None)
     with (
         DriverService("127.0.0.1") as service,
         receive_events(service, print, {"exchange": server.answer}),
         server,
     ):
-        yield service.address if server.is_used else ""
+        yield service.address
 
 
 class Tasks:
@@ -83,7 +81,6 @@ def test_all_tasks_gather_all_messages_in_task_order() -> None:
     with served() as address:
         assert tasks.run(once, [address] * 3) == EXPECTED
     assert tasks.gathered == 0
-    assert not module._UNREACHABLE_FROM
 
 
 @pytest.mark.parametrize("how", ["refused", "silent", "no name"])
@@ -102,16 +99,9 @@ def test_all_tasks_use_spark_if_one_cannot_reach_the_driver(how: str) -> None:
             assert tasks.run(once, [address, wrong, address]) == EXPECTED
             assert time.monotonic() - started < 10
     assert tasks.gathered == 1
-    # The next job of the application does not try again; a job of another application does.
-    with served() as address:
-        assert address == ""
-        assert tasks.run(once, [address] * 3) == EXPECTED
-    assert tasks.gathered == 2
-    with served(application="another") as address:
-        assert address
 
 
-def test_a_late_task_does_not_affect_later_jobs() -> None:
+def test_all_tasks_use_spark_if_one_is_late() -> None:
     def work(number: int, *given: Any) -> Any:
         if number == 1:
             time.sleep(1.5)
@@ -121,22 +111,6 @@ def test_a_late_task_does_not_affect_later_jobs() -> None:
     with served() as address:
         assert tasks.run(work, [address] * 3) == EXPECTED
     assert tasks.gathered == 1
-    assert not module._UNREACHABLE_FROM
-
-
-def test_a_failed_job_is_not_evidence_of_an_unreachable_driver() -> None:
-    def leave(number: int, context: Any, driver: EventSender) -> Any:
-        spark = SimpleNamespace(partitionId=context.partitionId, allGather=lambda text: [text])
-        return exchange(spark, driver, {}) if number == 0 else None  # type: ignore[arg-type]
-
-    def fail() -> None:
-        with served(2) as address:
-            assert Tasks(2).run(leave, [address] * 2) == [[{}], None]
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert not module._UNREACHABLE_FROM
 
 
 class Cut:

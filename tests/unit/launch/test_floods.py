@@ -51,7 +51,7 @@ def flood(count: int) -> float:
 @pytest.mark.timeout(120)
 def test_every_line_arrives_or_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(relay_module, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(relay_module, "_MOST_BATCHES", 8)
     reader = Reader(slow_lines=1000, seconds=0.002)
 
     LocalBackend(1, stdout=reader).run(flood, (100_000,))

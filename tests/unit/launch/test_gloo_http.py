@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def store():
-    store = JobStore(silence=float("inf"))
+    store = JobStore()
     store.expect(["host", "host"])
     return store
 
@@ -113,7 +113,7 @@ def test_ranks_find_each_other_with_three_messages_per_scope():
         "global__process_set_hash_7": [1, 2, 4],
         "global__process_set_hash_8": [0, 1, 2, 3, 4],
     }
-    store = JobStore(silence=float("inf"))
+    store = JobStore()
     store.expect(["host"] * 5)
     clients = [CountingClient(store, rank) for rank in range(5)]
     barriers = {scope: threading.Barrier(len(ranks)) for scope, ranks in scopes.items()}
@@ -138,7 +138,7 @@ def test_ranks_find_each_other_with_three_messages_per_scope():
 
 
 def test_values_that_are_not_one_address_per_rank_arrive_whole():
-    store = JobStore(silence=float("inf"))
+    store = JobStore()
     store.expect(["host"] * 3)
     clients = [CountingClient(store, rank) for rank in range(2)]
     with GlooProxy(clients[0], size=3) as one, GlooProxy(clients[1], size=3) as two:
@@ -242,5 +242,5 @@ def test_a_lost_link_is_reported_as_503():
         def request(self, *args, **values):
             raise PeerLostError(Failure(0, "host", "has not answered", lost=True))
 
-    with GlooProxy(Lost(JobStore(60.0), 0), size=2) as proxy:
+    with GlooProxy(Lost(JobStore(), 0), size=2) as proxy:
         assert ask(proxy, "GET", "/global/0") == (503, b"")

@@ -9,11 +9,9 @@ from hvd_estimators.exceptions import GpuError
 from hvd_estimators.launch import gpus
 from hvd_estimators.launch.gpus import (
     assigned_gpus,
-    check_assignment,
     check_gpus,
     describe_gpus,
     gpu_index,
-    gpu_place,
     own_gpu,
     rank_gpus,
     visible_gpus,
@@ -113,27 +111,6 @@ def test_no_devices_are_assigned_outside_ranks(monkeypatch):
     monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
 
     assert get_available_devices() == []
-
-
-def test_one_gpu_assigned_to_two_ranks_of_a_host_is_an_error():
-    places = [("a", "1"), ("b", "1"), ("a", "1")]
-    check_assignment(places, [["0", "1"], ["0"], ["2"]])
-    check_assignment(places, [[], [], []])
-
-    with pytest.raises(GpuError, match=r"GPU 1 of a to 2 ranks.*task\.resource\.gpu\.amount"):
-        check_assignment(places, [["0", "1"], ["0"], ["1"]])
-
-
-def test_indices_are_per_container_and_uuids_are_per_host(devices):
-    places = [("a", "one container"), ("a", "another one")]
-    check_assignment(places, [["0"], ["0"]])
-    with pytest.raises(GpuError):
-        check_assignment(places, [[UUID], [UUID]])
-
-    # Without GPUs, two executors of a machine cannot share one; with GPUs they may.
-    assert gpu_place("one") != gpu_place("another")
-    (devices / "nvidia0").touch()
-    assert gpu_place("one") == gpu_place("another")
 
 
 def test_unpinned_ranks_share_the_visible_gpus(monkeypatch):

@@ -27,16 +27,13 @@ from hvd_estimators.launch.rank.hang_detection import (
     recording_progress,
     seconds_without_progress,
     stall_environment,
-    stall_limit,
-    stalled_ranks,
 )
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.training import progress
 
 pytestmark = pytest.mark.timeout(120)
 
-CHECK, SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
+SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 SHUT_DOWN = """before
 [2026-11-22 16:00:00.000000: E /horovod/common/stall_inspector.cc:105] One or more tensors were \
@@ -111,10 +108,8 @@ def test_ranks_that_all_hang_during_training_are_ended():
     with pytest.raises(WorkerFailedError, match="has made no progress for 3 s") as raised:
         LocalBackend(2, env={HANG_VARIABLE: "3"}).run(work)
     assert raised.value.cause == "stalled"
-    # The error shows where each rank is.
-    for rank in range(2):
-        assert f"Rank {rank} waits here:" in str(raised.value)
-    assert str(raised.value).count("in waits_for_the_others") == 2
+    # The end of the rank's output shows where it is.
+    assert "in waits_for_the_others" in str(raised.value)
 
 
 def test_ranks_that_do_not_train_are_left_alone():
@@ -156,28 +151,16 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
 
 
 @pytest.mark.parametrize(
-    ("env", "limit", "added"),
+    ("env", "added"),
     [
-        ({}, 60, {}),
-        ({SHUTDOWN: "0"}, 60, {}),
-        ({SHUTDOWN: "nonsense"}, 60, {}),
-        ({SHUTDOWN: "5"}, 5, {CHECK: "2"}),
-        ({SHUTDOWN: "1"}, 1, {CHECK: "1"}),
-        ({SHUTDOWN: "5", CHECK: "4"}, 5, {}),
-        # Horovod checks once a minute by default, and shuts down at the second check.
-        ({SHUTDOWN: "60"}, 60, {CHECK: "30"}),
-        ({SHUTDOWN: "3600"}, 3600, {}),
-        ({DISABLE: "1"}, math.inf, {}),
-        ({DISABLE: "0", SHUTDOWN: "9"}, 9, {CHECK: "4"}),
-        # A fit's limit does not apply to a stopped process, and the user's own value wins.
-        ({STALL_VARIABLE: "1800"}, 60, {SHUTDOWN: "1800"}),
-        ({STALL_VARIABLE: "100"}, 60, {SHUTDOWN: "100", CHECK: "50"}),
-        ({STALL_VARIABLE: "1800", SHUTDOWN: "0"}, 60, {}),
-        ({STALL_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
+        ({}, {}),
+        ({STALL_VARIABLE: "1800"}, {SHUTDOWN: "1800"}),
+        # The user's own value wins.
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "0"}, {}),
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "5"}, {}),
     ],
 )
-def test_horovods_variables_set_the_stall_limits(env, limit, added):
-    assert stall_limit(env) == limit
+def test_horovods_variables_set_the_stall_limits(env, added):
     assert stall_environment(env) == added
 
 
@@ -190,9 +173,7 @@ def test_horovods_variables_set_the_stall_limits(env, limit, added):
         # Four hours in a fit that relaunches ranks.
         ({STALL_VARIABLE: "1800"}, 4 * 3600),
         ({STALL_VARIABLE: "1800", SHUTDOWN: "600"}, 4 * 3600),
-        ({STALL_VARIABLE: "1800", SHUTDOWN: "0"}, math.inf),
-        ({HANG_VARIABLE: "90", SHUTDOWN: "0"}, 90),
-        ({HANG_VARIABLE: "90", DISABLE: "1"}, math.inf),
+        ({HANG_VARIABLE: "90", STALL_VARIABLE: "1800"}, 90),
     ],
 )
 def test_variables_set_the_limit_for_ranks_without_progress(env, limit):
@@ -209,7 +190,6 @@ def test_time_counts_only_while_a_rank_is_stopped_and_watched():
     found = watch.update(True, None, 113)
     assert found is not None
     assert "has been stopped for 10 s" in found
-    assert SHUTDOWN in found
 
 
 def test_a_stopped_process_is_detected_until_it_continues():
@@ -223,30 +203,18 @@ def test_a_stopped_process_is_detected_until_it_continues():
     assert not is_stopped(process.pid)
 
 
-def test_horovods_log_names_the_ranks_it_shut_down_for():
-    assert stalled_ranks(SHUT_DOWN) == (5, {2: "allreduce.noname.1, other"})
-    # A warning alone ends no rank.
-    warning = SHUT_DOWN.replace("2!:", "2:").replace("Will shutdown", "")
-    assert stalled_ranks(warning) is None
-    assert stalled_ranks("") is None
-
-
-def test_the_rank_that_held_up_the_others_is_named():
+def test_the_error_of_a_stall_contains_what_horovod_says_on_rank_0():
     def outcome(rank, kind, tail=""):
-        return RankOutcome(rank, f"host{rank}", None, kind, f"{kind}: {rank}", tail, rank)
+        return RankOutcome(rank, f"host{rank}", None, kind, f"{kind}: {rank}", tail, 9 - rank)
 
     shut_down = [
         outcome(0, "HorovodInternalError", SHUT_DOWN),
-        outcome(1, "UnknownError"),
+        outcome(1, "HorovodInternalError"),
         outcome(2, "aborted", "validating"),
     ]
-    with pytest.raises(WorkerFailedError, match="Rank 2 on host2 has held up the others") as raised:
+    with pytest.raises(WorkerFailedError, match="Rank 0 on host0 failed") as raised:
         results_in_order(shut_down)
-    error = raised.value
-    assert (error.rank, error.host, error.cause) == (2, "host2", "stalled")
-    assert error.output_tail == "validating"
-    assert "more than 5 s" in str(error)
-    assert "allreduce.noname.1, other" in str(error)
+    assert "2!: [allreduce.noname.1, other]" in str(raised.value)
 
     with pytest.raises(WorkerFailedError) as raised:
         results_in_order([shut_down[0], outcome(2, "killed")])

@@ -19,8 +19,8 @@ class FakeCluster:
 
     is_local = False
 
-    def __init__(self, seconds, started):
-        self._seconds, self._started = seconds, started
+    def __init__(self, seconds):
+        self._seconds = seconds
         self.cancelled = threading.Event()
         self.ended = threading.Event()
 
@@ -37,12 +37,6 @@ class FakeCluster:
     def cancel(self, tag):
         self.cancelled.set()
 
-    def jobs(self, tag):
-        return {1}
-
-    def started_tasks(self, tag):
-        return self._started
-
 
 @pytest.fixture
 def job(monkeypatch):
@@ -58,24 +52,16 @@ def fail(cluster, job, error):
 
 
 def test_started_tasks_finish_before_an_error_propagates(job):
-    cluster = FakeCluster(1.5, started=2)
+    cluster = FakeCluster(0.5)
     fail(cluster, job, ValueError())
     assert cluster.ended.is_set()
     assert not cluster.cancelled.is_set()
 
 
-@pytest.mark.parametrize(
-    ("started", "error"), [(0, ValueError()), (2, KeyboardInterrupt())], ids=["slots", "interrupt"]
-)
-def test_a_job_that_waits_for_slots_or_is_interrupted_is_cancelled(job, started, error):
-    cluster = FakeCluster(30, started)
+@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
+def test_a_job_that_does_not_end_is_cancelled(job, monkeypatch, error):
+    monkeypatch.setattr(timeouts, "IMPORT_JOB", 0.5)
+    cluster = FakeCluster(30)
     assert fail(cluster, job, error) < 5
     assert cluster.cancelled.is_set()
     assert cluster.ended.is_set()
-
-
-def test_a_job_that_does_not_end_is_cancelled(job, monkeypatch):
-    monkeypatch.setattr(timeouts, "IMPORT_JOB", 0.5)
-    cluster = FakeCluster(30, started=2)
-    assert fail(cluster, job, ValueError()) < 5
-    assert cluster.cancelled.is_set()

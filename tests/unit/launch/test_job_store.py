@@ -1,4 +1,4 @@
-"""The job's store: Gloo's keys, failures, and how long each rank has been silent."""
+"""The job's store: Gloo's keys, failures, and lost ranks."""
 
 import threading
 
@@ -10,8 +10,8 @@ from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 pytestmark = pytest.mark.timeout(30)
 
 
-def make_store(ranks=2, silence=60.0):
-    store = JobStore(silence)
+def make_store(ranks=2):
+    store = JobStore()
     store.expect([f"host-{rank}" for rank in range(ranks)])
     return store
 
@@ -78,50 +78,27 @@ def test_the_first_failure_is_reported_to_all():
     assert str(Failure(**told)) == "rank 1 on host-1 had failed (ValueError: no)"
 
 
-def test_a_rank_is_lost_only_after_the_silence_limit():
+def test_a_rank_is_lost_unless_it_is_done():
     store = make_store(3)
-    for second in range(59):
-        store.check_silence(1.0)
-        if second % 10 == 0:
-            tell(store, "alive", rank=0)
-            tell(store, "alive", rank=2)
-    assert store.failure() is None
-
-    store.check_silence(1.0)
-    assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
-
-
-def test_the_stores_own_rank_may_start_late():
-    store = make_store()
-    for _ in range(100):
-        store.check_silence(1.0)
-        tell(store, "alive", rank=1)
-    assert store.failure() is None
-
-    for _ in range(60):
-        store.check_silence(1.0)
-    assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
-
-
-def test_a_pause_of_the_store_does_not_count_as_silence():
-    store = make_store()
-    for _ in range(20):
-        store.check_silence(3600.0)
-    assert store.failure() is None
-
-
-def test_a_rank_that_is_done_may_be_silent():
-    store = make_store()
     tell(store, "done", rank=1)
-    for _ in range(100):
-        store.check_silence(1.0)
-        tell(store, "alive", rank=0)
+    store.lose(1, "has closed its connection")
+    store.lose(-1, "has closed its connection")
     assert store.failure() is None
 
+    store.lose(2, "has closed its connection")
+    assert store.failure() == Failure(2, "host-2", "has closed its connection", lost=True)
 
-@pytest.mark.parametrize("ending", ["done", "silent"])
+
+def test_a_rank_that_never_sends_a_message_is_lost():
+    store = make_store(3)
+    tell(store, "alive", rank=1)
+    store.lose_unheard("has not been heard of")
+    assert store.failure() == Failure(2, "host-2", "has not been heard of", lost=True)
+
+
+@pytest.mark.parametrize("ending", ["done", "lost"])
 def test_wait_for_all_ends_when_each_rank_is_done_or_lost(ending):
-    store = make_store(3, silence=2.0)
+    store = make_store(3)
     ended = []
     waiting = threading.Thread(target=lambda: ended.append(store.wait_for_all()))
     waiting.start()
@@ -132,8 +109,6 @@ def test_wait_for_all_ends_when_each_rank_is_done_or_lost(ending):
     if ending == "done":
         tell(store, "done", rank=1)
     else:
-        for _ in range(20):
-            assert waiting.is_alive()
-            store.check_silence(0.1)
+        store.lose(1, "has closed its connection")
     waiting.join(10)
     assert ended == [[] if ending == "done" else [1]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import ResultsError, StoreError
-from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.task.run import outcomes
 
 
@@ -42,10 +42,3 @@ def test_a_result_too_large_to_send_is_an_error() -> None:
 
     with pytest.raises(ResultsError, match="Rank 1 returned 5 MiB"):
         outcomes([row(FIRST), row(failed)], 2)
-
-
-def test_a_task_that_has_no_space_for_its_rank_is_a_store_error() -> None:
-    failed = RankOutcome(1, "b", None, "StoreError", "No space is left. Temporary files are in /x")
-
-    with pytest.raises(StoreError, match="Temporary files are in /x"):
-        results_in_order([FIRST, failed])

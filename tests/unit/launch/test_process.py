@@ -17,7 +17,6 @@ from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.worker import of_first_rank
-from hvd_estimators.launch.relaunch import final_error
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -43,7 +42,7 @@ def test_a_call_is_not_written_to_any_file():
 
     call = run(look, "mark")
 
-    files = ["called", "owner.json", "rank.pid"]
+    files = ["called", "rank.pid"]
     assert pickle.loads(call.result) == ("mark", files, False, "")
 
 
@@ -198,15 +197,12 @@ def test_a_rank_on_a_full_disk_reports_a_store_error(small_disk, monkeypatch):
         results_in_order([outcome])
     assert isinstance(caught.value, WorkerFailedError)
     assert (caught.value.rank, caught.value.cause) == (3, "raised")
-    again = final_error(caught.value, [], "")
-    assert isinstance(again, StoreError)
-    assert pickle.loads(pickle.dumps(again)).rank == 3
+    assert pickle.loads(pickle.dumps(caught.value)).rank == 3
 
 
-def test_a_rank_that_cannot_start_on_a_full_disk_names_the_folder(small_disk, monkeypatch):
+def test_a_rank_starts_and_returns_on_a_full_disk(small_disk, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(small_disk))
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
         while True:
             file.write(bytes(1024))
-    with pytest.raises(StoreError, match=rf"No space is left.*{small_disk}.*TMPDIR"):
-        run(os.getpid)
+    assert pickle.loads(run(os.getppid).result) > 1

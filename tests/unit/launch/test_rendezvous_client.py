@@ -124,6 +124,7 @@ class Cable:
             while data := source.recv(65536):
                 self._up.wait()
                 sink.sendall(data)
+            self._up.wait()
             sink.shutdown(socket.SHUT_WR)
 
 
@@ -193,6 +194,24 @@ def test_a_temporarily_stopped_rank_0_is_survived():
         assert process.stdout.readline() == "[] None\n"
         process.stdin.close()
         assert process.wait(10) == 0
+
+
+def test_a_task_that_ends_without_a_word_is_lost_after_the_silence_limit():
+    with served() as server:
+        with link_to(server.endpoints[0]) as link:
+            link.notify("alive")
+        started = time.monotonic()
+        server.store.handle({"kind": "done", "rank": 0})
+        assert server.store.wait_for_all() == [1]
+        assert time.monotonic() - started > 1.2
+        assert server.store.failure().why == "has not been heard of for 1.5 s"
+
+
+def test_a_task_that_never_connects_is_lost_after_the_silence_limit():
+    with served() as server:
+        server.store.handle({"kind": "done", "rank": 0})
+        assert server.store.wait_for_all() == [1]
+        assert server.store.failure().why == "has not been heard of for 1.5 s"
 
 
 def test_a_broken_connection_is_the_loss_of_rank_0():

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(60)
 def test_events_exchanges_and_commits_share_a_port_and_a_secret() -> None:
     received: queue.Queue[Any] = queue.Queue()
     before = len(listening_ports())
-    server = ExchangeServer(1, "application", lambda stage: None)
+    server = ExchangeServer(1, lambda stage: None)
+    commits = CommitStore()
     with (
-        CommitStore() as commits,
         DriverService("127.0.0.1") as service,
         commits.serve(service),
         receive_events(service, received.put, {"exchange": server.answer}),

@@ -53,14 +53,6 @@ def test_messages_describe_the_request(given: dict[str, Any], text: str) -> None
     assert TaskResources(**given).is_default == (not given)
 
 
-def test_masters_without_stage_level_resources_are_an_error() -> None:
-    context: Any = SimpleNamespace(master="local[2]", applicationId="a")
-
-    with pytest.raises(SlotsError, match=r"gpus_per_task=1: .*cluster, and the master is local"):
-        TaskResources(gpus_per_task=1).on(context)
-    assert TaskResources().on(context) is None
-
-
 def cluster(slots: int, *, is_local: bool = False, **conf: str) -> Any:
     """An application whose executors have all registered."""
     return SimpleNamespace(

@@ -13,7 +13,7 @@ import pytest
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rendezvous import client
 from hvd_estimators.launch.task import run
-from hvd_estimators.launch.task.addresses import HostAddresses
+from hvd_estimators.launch.task.addresses import Host
 from hvd_estimators.launch.task.settings import TaskSettings
 from hvd_estimators.launch.timeouts import Patience
 
@@ -29,7 +29,7 @@ JOB = TaskSettings(
 
 
 def outcome_of_task_1(
-    monkeypatch: pytest.MonkeyPatch, port: int, first: HostAddresses, second: HostAddresses
+    monkeypatch: pytest.MonkeyPatch, port: int, first: Host, second: Host
 ) -> RankOutcome:
     """Return the outcome of the second task, whose rank 0 should listen on a port."""
     patience = Patience(attempt=0.2, refused=0.3, silence=0.5, pause=0.02, beat=10.0)
@@ -39,13 +39,13 @@ def outcome_of_task_1(
         partitionId=lambda: 1, getTaskInfos=lambda: infos, resources=dict
     )
     monkeypatch.setattr(run, "BarrierTaskContext", SimpleNamespace(get=lambda: context))
-    endpoints = [(address, port) for address in ["127.0.0.1", *first.addresses]]
+    endpoints = [(address, port) for address in ["127.0.0.1", first.address]]
     peers = [
-        {"host": dataclasses.asdict(first), "endpoints": endpoints, "master": {}},
-        {"host": dataclasses.asdict(second)},
+        {"host": dataclasses.asdict(first), "endpoints": endpoints, "master": {}, "problem": None},
+        {"host": dataclasses.asdict(second), "problem": None},
     ]
     monkeypatch.setattr(run, "exchange", lambda context, driver, facts: peers)
-    (batch,) = run.run_rank(dataclasses.replace(JOB, max_bytes=1000))
+    (batch,) = run.run_rank(JOB)
     (row,) = batch.to_pylist()
     outcome = RankOutcome(**pickle.loads(row["outcome"]))
     assert outcome.rank == 1
@@ -54,8 +54,8 @@ def outcome_of_task_1(
 
 @pytest.mark.parametrize("how", ["refused", "silent"])
 def test_the_error_names_both_hosts_and_nics(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    north = HostAddresses("1", "north", "", ["127.0.0.2"])
-    south = HostAddresses("2", "south", "", ["127.0.0.3"])
+    north = Host("1", "north", "", "127.0.0.2")
+    south = Host("2", "south", "", "127.0.0.3")
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))
         if how == "silent":
@@ -71,7 +71,7 @@ def test_the_error_names_both_hosts_and_nics(monkeypatch: pytest.MonkeyPatch, ho
 
 
 def test_on_one_host_rank_0_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = HostAddresses("1", "north", "", ["127.0.0.2"])
+    here = Host("1", "north", "", "127.0.0.2")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         outcome = outcome_of_task_1(monkeypatch, taken.getsockname()[1], here, here)

@@ -1,54 +1,33 @@
-"""Unsupported arguments of backends: those of horovod.spark and unknown ones."""
+"""Arguments of backends: those of horovod.spark, and network interfaces."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 
 from hvd_estimators.exceptions import did_you_mean
-from hvd_estimators.launch import LocalBackend, SparkBackend
+from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.validation import interface_names
 
-BACKENDS = [LocalBackend, SparkBackend]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("use_mpi", True, "Gloo is always the controller"),
-        ("use_gloo", False, "Gloo is always the controller"),
-        ("extra_mpi_args", "-v", "Gloo is always the controller"),
-    ],
+    ("name", "value"), [("use_mpi", True), ("use_gloo", False), ("extra_mpi_args", "-v")]
 )
 def test_arguments_of_horovod_spark_have_no_effect_and_are_logged(
-    caplog: pytest.LogCaptureFixture, backend: Any, name: str, value: Any, instead: str
+    caplog: pytest.LogCaptureFixture, name: str, value: Any
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        backend(2, **{name: value})
-    assert f"{backend.__name__}: {name} has no effect. " in caplog.text
-    assert instead in caplog.text
+    options: dict[str, Any] = {name: value}
+    SparkBackend(2, **options)
+    assert f"{name}" in caplog.text
+    assert "Gloo is always the controller" in caplog.text
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_values_that_match_the_defaults_are_accepted_silently(
-    caplog: pytest.LogCaptureFixture, backend: Any
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        backend(2, use_gloo=True, use_mpi=False, nics=None)
-    assert not caplog.records
-
-
-def test_spark_only_arguments_are_warned_about_on_one_machine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        LocalBackend(1, start_timeout=5, executable="/usr/bin/python3", nics={"eth1"})
-    assert "start_timeout has no effect" in caplog.text
-    assert "executable has no effect" in caplog.text
-    assert "nics has no effect. Ranks on this machine meet at 127.0.0.1" in caplog.text
+    SparkBackend(2, use_gloo=True, use_mpi=False, nics=None)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

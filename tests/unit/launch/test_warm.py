@@ -254,7 +254,7 @@ def test_a_warm_process_is_idle_for_a_minute_unless_the_environment_sets_more(
 def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
     """Otherwise every rank, and the preparation for it, would need a separate warm process."""
     (slot,) = assign_ranks(["here"])
-    with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0), size=1) as proxy:
+    with GlooProxy(LocalRendezvousClient(JobStore(), 0), size=1) as proxy:
         own = {
             **dict.fromkeys(IDENTITY_VARIABLES, "inherited"),
             **rank_environment(slot),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -78,35 +76,6 @@ def test_the_client_of_the_drivers_store_is_imported(monkeypatch: pytest.MonkeyP
         if is_used:
             monkeypatch.setitem(sys.modules, "s3fs", sys)
         assert ("s3fs" in of(train_stored, call)) == is_used
-
-
-def test_a_function_of_an_installed_module_needs_what_its_module_has_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "acme"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "model.py").write_text("import torch.nn.functional as F\nclass Net: pass\n")
-    (package / "other.py").write_text("import pandas\n")  # the function does not use it
-    (package / "train.py").write_text(
-        "import importlib.util, sys\n"
-        "from pyspark.sql import Row\n"
-        "import numpy as np\n"
-        "spec = importlib.util.find_spec('acme.other')\n"
-        "spec.loader = importlib.util.LazyLoader(spec.loader)\n"
-        "lazy = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(lazy)\n"
-        "def main():\n    import horovod.torch as hvd\n"
-        "def unused():\n    import keras\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    train = importlib.import_module("acme.train")
-    model = importlib.import_module("acme.model")
-
-    assert of(train.main) == ("horovod.torch", "numpy", "pandas", "pyspark.sql", "torch")
-    assert of(len, model.Net()) == ("torch",)
-    # Modules that are loaded only when they are used have not been loaded.
-    assert type(vars(train)["lazy"]) is importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
 def test_no_modules_are_found_for_modules_that_use_no_framework() -> None:

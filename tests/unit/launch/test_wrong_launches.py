@@ -51,7 +51,6 @@ LAUNCHES: dict[str, Wrong] = {
     "LocalBackend: env of numbers": local("env", "by their names", env={1: "a"}),
     "LocalBackend: stdout": local("stdout", r"open\(path, 'w'\)", stdout="log"),
     "LocalBackend: verbose": local("verbose", "expected a whole number", verbose="2"),
-    "LocalBackend: unknown": local("num_procs", "Did you mean 'num_proc'", num_procs=2),
     "SparkBackend: text": spark("num_proc", "expected a whole number", num_proc="2"),
     "SparkBackend: below 0": spark("num_proc", "expected 0 or more", num_proc=-1),
     "SparkBackend: env": spark("env", "by their names", env=["A"]),
@@ -62,7 +61,6 @@ LAUNCHES: dict[str, Wrong] = {
     "SparkBackend: profile": spark(
         "resource_profile", r"ResourceProfileBuilder\(\)", resource_profile="gpu"
     ),
-    "SparkBackend: unknown": spark("num_procs", "Did you mean 'num_proc'", num_procs=2),
     "local run: no function": locally("fn", "expected a function", 5),
     "local run: args": locally("args", "tuple or list", len, "abc"),
     "local run: kwargs": locally("kwargs", "dict of arguments", len, (), [1]),
