@@ -84,7 +84,7 @@ NOT = [
     (RuntimeError('RPCError("org.apache…DSQuotaExceededException", "…")'), Kind.FULL),
     (RuntimeError('RPCError("org.apache…AccessControlException", "…")'), Kind.FORBIDDEN),
     (RuntimeError('InvalidArgument("No viewfs fallback mount found")'), Kind.OTHER),
-    (OSError("failed to lookup address information: Name or service not known"), Kind.OTHER),
+    (OSError("IO error occurred while communicating: failed to lookup address: none"), Kind.OTHER),
     (OSError("java.net.UnknownHostException: nameservice1"), Kind.OTHER),
     (OSError(errno.EDQUOT, "quota"), Kind.FULL),
     (answer("InvalidRequest", 400), Kind.OTHER),
