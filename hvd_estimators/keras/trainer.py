@@ -106,8 +106,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     ):
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
-        if spec.random_seed is not None:
-            set_random_seed(spec.random_seed)
+        set_random_seed(spec.data.random_seed)
         with tempfile.TemporaryDirectory() as directory:
             return _Trainer(spec, directory).run()
 

@@ -78,8 +78,8 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     ranks = spec.data.num_ranks
     connected = session(spec.collectives, spec.mp_start_method, ranks, spec.use_gpu)
     with connected, quiet(spec.verbose):
-        if spec.random_seed is not None:
-            spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
+        seed = spec.data.random_seed
+        spec.flavor.get("seed_everything")(seed, workers=True, verbose=False)
         return _Trainer(spec).train()
 
 

@@ -89,13 +89,11 @@ class TrainSpec:
         Paths of the run's artefacts.
     epochs : int
         Epochs of the whole run, including earlier fits.
-    random_seed : int or None
-        Seed of the framework's random numbers.
     scale_learning_rate : bool
         Multiply the learning rate by the number of canonical shards: the run's first number of
         ranks.
     backward_passes_per_step : int
-        Batches whose gradients are summed before an optimizer step.
+        Batches whose gradients are averaged for an optimizer step.
     gradient_compression : object or None
         Horovod compressor of gradients.
     use_gpu : bool
@@ -122,7 +120,6 @@ class TrainSpec:
     store: Store
     run: RunPaths
     epochs: int
-    random_seed: int | None
     scale_learning_rate: bool
     backward_passes_per_step: int
     gradient_compression: Any
