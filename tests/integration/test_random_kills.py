@@ -148,7 +148,8 @@ def test_kills_at_twenty_moments_do_not_change_the_result(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("framework", "sharding"), [("torch", None), ("torch", "full"), ("lightning", None)]
+    ("framework", "sharding"),
+    [("torch", None), ("torch", "full"), ("lightning", None), ("lightning", "full")],
 )
 def test_kills_of_torch_distributed_ranks_at_twenty_moments(
     framework: str, sharding: str | None, tmp_path: Path
