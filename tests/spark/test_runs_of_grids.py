@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,8 @@ def test_a_search_over_the_size_of_the_network_and_the_rate(
     def network(hidden: int) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(1, hidden), torch.nn.Linear(hidden, 1))
 
-    given = make_estimator(
-        store,
-        model=network,
-        model_args={"hidden": 1},
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-    )
+    given = make_estimator(store, optimizer=partial(torch.optim.SGD, lr=0.5))
+    given.setParams(model=network, model_args={"hidden": 1})
     given.save(str(tmp_path / "estimator"))
     estimator = TorchEstimator.load(str(tmp_path / "estimator"))
     estimator.setParams(backend=InProcessBackend())
