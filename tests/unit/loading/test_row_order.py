@@ -132,23 +132,17 @@ def test_features_for_one_shard_per_rank_are_rejected_on_the_driver(
         start(store, 2, **params)
 
 
-def test_keras_and_lightning_features_for_one_shard_are_rejected() -> None:
-    import keras
+def test_lightning_features_for_one_shard_are_rejected() -> None:
     from pytorch_lightning import LightningModule
     from test_virtual_shards import job
 
-    from hvd_estimators.keras.dry_run import check_batches
     from hvd_estimators.lightning.dry_run import check_shards_of_module
 
     as_many, fewer = job([10, 10], 4, 2), job([10, 10], 3, 2)
-    synchronized = keras.Sequential(
-        [keras.Input((1,)), keras.layers.BatchNormalization(synchronized=True)]
-    )
     automatic, manual = LightningModule(), LightningModule()
     manual.automatic_optimization = False
     normalized = torch.nn.Sequential(hvd.SyncBatchNorm(2))
     cases: list[tuple[str, Any]] = [
-        ("synchronized=True", lambda data: check_batches(synchronized, data)),
         ("manual optim", lambda data: check_shards_of_module(manual, data, {})),
         ("SyncBatchNorm", lambda data: check_shards_of_module(normalized, data, {})),
         (
