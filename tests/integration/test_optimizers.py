@@ -136,7 +136,10 @@ def test_optimizers_of_other_packages_train_and_resume_as_one_process(
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("fit", [fit_torch, fit_lightning])
 def test_all_optimizers_train_and_resume_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
-    check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
+    makers = {**torch_optimizers(), **other_optimizers()}
+    if fit is fit_lightning:  # which trains in the closure that this optimizer does not call
+        del makers["own.SlowWeights"]
+    check_all(ranks, store, [fit], makers, whole=True)
 
 
 def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, store: Any) -> None:
