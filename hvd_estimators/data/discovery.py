@@ -27,7 +27,7 @@ from hvd_estimators.data.manifest import (
     Split,
     stored_names,
 )
-from hvd_estimators.data.remote_reads import RangeFiles, RangeRead, open_bytes
+from hvd_estimators.data.remote_reads import OPEN_BYTES, RangeFiles, RangeRead, open_bytes
 from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import (
     TextColumns,
@@ -41,8 +41,11 @@ from hvd_estimators.store.base import Store
 
 _NO_NULLS: Mapping[str, int] = {}
 
-_HEAD_SHARE = 8
-"""Part of the memory for row groups that the first rows may take: 16 MB in one request."""
+_HEAD_BYTES = 16 * 2**20
+"""Bytes of a row group that are fetched at once for its first rows; of a larger one, some pages."""
+
+_PAGES_SHARE = 32
+"""Part of the memory for row groups that these pages may take."""
 
 
 def read_split(
@@ -411,13 +414,12 @@ def _spec(
 
 def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
     """Read only the first rows of the first row group."""
-    first = split.row_groups[0]
-    read = RangeRead(RowRange(first.file, first.index, 0, first.rows), group_size=_HEAD_SHARE)
-    with (
-        damage_is_store_error(first.file),
-        RangeFiles(store, specs) as files,
-        files.open(read) as file,
-    ):
-        names = stored_names(specs)
-        batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
-        return pa.Table.from_batches([next(batches)])
+    first, names = split.row_groups[0], stored_names(specs)
+    with damage_is_store_error(first.file), RangeFiles(store, specs) as files:
+        chunks = files.footers.get(first.file).chunks(first.index, names)
+        size = sum(stop - start for start, stop in chunks)
+        share = OPEN_BYTES // max(size, 1) if size <= _HEAD_BYTES else _PAGES_SHARE
+        read = RangeRead(RowRange(first.file, first.index, 0, first.rows), group_size=share)
+        with files.open(read) as file:
+            batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
+            return pa.Table.from_batches([next(batches)])

@@ -218,7 +218,6 @@ def test_other_ranks_fail_soon_and_name_a_killed_rank(kind: str, tmp_path: Path)
     # Ranks that hang would take a minute.
     assert time.time() - float((tmp_path / "killed at").read_text()) < 30
     assert (raised.value.rank, raised.value.cause) == (1, "killed")
-    assert "failed after it" in str(raised.value)
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
@@ -231,13 +230,15 @@ def hold_up(kind: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_warnings_name_the_slow_rank_and_the_pending_collective(kind: str) -> None:
+def test_errors_name_the_slow_rank_and_the_pending_collective(kind: str) -> None:
+    told = {
+        "horovod": r"Missing ranks:\s+2: \[allreduce\.loss 3\]",
+        "torch": r"Rank 2 has not taken part in 'loss 3' for",
+    }
     limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    with pytest.raises(
-        WorkerFailedError, match=r"held up the others .* part of (allreduce.)?loss 3"
-    ) as raised:
+    with pytest.raises(WorkerFailedError, match=told[kind]) as raised:
         LocalBackend(RANKS, env=limit).run(hold_up, (kind, 60.0))
-    assert (raised.value.rank, raised.value.cause) == (2, "stalled")
+    assert raised.value.is_transient
 
 
 @pytest.mark.parametrize("has_nccl", [False, True])
