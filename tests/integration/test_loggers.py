@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import reference
 import torch
-from rank_pool import shared_ranks
 from reference import write_rows
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +21,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from hvd_estimators.exceptions import LoggerError
+from hvd_estimators.launch import LocalBackend
 from hvd_estimators.loggers import LoggedRun, Logger
 
 pytestmark = pytest.mark.integration
@@ -116,7 +116,7 @@ def test_torch_logs_continue_after_a_resume(store: Any, tmp_path: Path) -> None:
             store,
             2,
             "sgd",
-            backend=shared_ranks(2),
+            backend=LocalBackend(2),
             epochs=epochs,
             batch_size=16,
             metrics=[[torch.nn.functional.l1_loss]],
