@@ -96,7 +96,7 @@ def profiled() -> dict[str, Any]:
     }
     with pytest.raises(SlotsError, match=r"has 2 with gpus_per_task=2\. Set num_proc to 2"):
         run(devices, num_proc=3, gpus_per_task=2)
-    with pytest.raises(SlotsError, match=r"gpus_per_task=3.*Ask for less, or .*resource\.gpu"):
+    with pytest.raises(SlotsError, match=r"gpus_per_task=3.*ask for less, or .*resource\.gpu"):
         run(devices, num_proc=1, gpus_per_task=3)
     of_executors = ResourceProfileBuilder().require(executors).require(tasks).build
     with pytest.raises(SlotsError, match=r"tasks only.* need dynamic allocation"):
