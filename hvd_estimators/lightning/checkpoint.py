@@ -209,7 +209,6 @@ class RunCheckpoint(Callback):
             # Lightning's handler would end this rank alone after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
-        self._module = pl_module
         self._trainable = TrainableState(pl_module)
         self._trainable.restore(self._loaded.pop(_REQUIRES_GRAD, {}))
         library_objects = _known_objects(trainer)
@@ -237,7 +236,7 @@ class RunCheckpoint(Callback):
             self.control.after_epoch(trainer.current_epoch)
         self._has_started = True
         self._seed_epoch(trainer.current_epoch)
-        self._restore_stateful()
+        self._restore_stateful(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show other callbacks the evaluation weights, and compare ranks after the first epoch."""
@@ -300,9 +299,6 @@ class RunCheckpoint(Callback):
         self.logs.sync()
         if self.spec.run.checkpoints_path is None:
             return
-        if self.is_sharded:
-            # Otherwise its thread could take the files that ranks write next for orphans.
-            self.writer.finish()
         buffers: ShardBuffers = checkpoint[_BUFFERS]
         state, of_ranks = gather_state(
             self.spec,
@@ -319,7 +315,7 @@ class RunCheckpoint(Callback):
         files: tuple[TensorFile, ...] = ()
         if self.is_sharded:
             position = Position(state.epoch, state.rows)
-            checkpoint, files = write_parts(self.spec.store, self.spec.run, position, checkpoint)
+            checkpoint, files = write_parts(self.writer, position, checkpoint)
         if self.shards.rank != 0:
             return
         is_copy = False
@@ -340,16 +336,16 @@ class RunCheckpoint(Callback):
         self._has_started = True
         self._seed_epoch(trainer.current_epoch)
         repeat_epoch_start(trainer)
-        self._restore_stateful()
+        self._restore_stateful(trainer.lightning_module)
         skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
         self._restore_partial(trainer)
         # Otherwise Lightning would skip schedulers that follow a metric, and validate again.
         _restarted(trainer.fit_loop)
         self.shards.for_each(lambda shard: self.streams.restore(state.random[shard]))
 
-    def _restore_stateful(self) -> None:
+    def _restore_stateful(self, module: LightningModule) -> None:
         assert self._stateful is not None
-        states, like = self._loaded.pop(_STATEFUL, {}), next(self._module.parameters(), None)
+        states, like = self._loaded.pop(_STATEFUL, {}), next(module.parameters(), None)
         self._stateful.restore(with_parts(states, like) if self.is_sharded else states)
 
     def _end_step(self, trainer: Trainer) -> None:

@@ -144,8 +144,8 @@ class LightningModel(LightningModelSignatures):
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self._input_columns().names)
-        document = module_payload(self._plain_model())
-        weights_in = weights_place(self._plain_model())
+        module = self._plain_model()
+        document, weights_in = module_payload(module), weights_place(module)
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows() and self._collate() is not None:
             raise ParamError(

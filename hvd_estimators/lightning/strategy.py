@@ -200,9 +200,7 @@ class HorovodStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Broadcast rank 0's parameters and buffers, instead of wrapping the module."""
         assert self.model is not None
-        state = self.model.state_dict()
-        # Each rank reads weights in files by itself.
-        broadcast_tensors({n: t for n, t in state.items() if not getattr(t, "is_meta", False)})
+        broadcast_tensors(self.model.state_dict())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and store the denominator that its output states.

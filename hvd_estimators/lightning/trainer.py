@@ -43,9 +43,9 @@ from hvd_estimators.torch.collectives import (
 from hvd_estimators.torch.frozen_base import FrozenBase, frozen_base
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.serialization import load_module, module_file, trained_file
-from hvd_estimators.torch.shard_files import as_trained, with_tensors, write_weights
+from hvd_estimators.torch.shard_files import as_trained, with_tensors, write_trained
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.sharding import gathered, sharded_weights
+from hvd_estimators.torch.sharding import sharded_weights
 from hvd_estimators.torch.stored_weights import find_weights_in, load_weights, without_weights
 from hvd_estimators.torch.tensor_files import StoredTensor
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
@@ -331,17 +331,14 @@ class _Trainer:
     def _sharded_result(self) -> LocalFile | None:
         """Return the driver's module after training, on rank 0. Called by all ranks."""
         _load_best(self.trainer, self.module, self.checkpoint_io)
-        weights, kept = None, {}
-        if self.base is None:
-            weights = write_weights(self.spec.store, self.spec.run, self.module)
-        else:
-            kept = gathered(self.module.state_dict(), keep=self.rank == 0)
+        has_base = self.base is not None
+        found = write_trained(self.spec.store, self.spec.run, self.module, has_base)
         if self.rank:
             return None
         begun: LightningModule = load_module(self.spec.module, mapped=True)
         with without_weights():
             begun.configure_model()
-        as_trained(begun, self.module, weights, kept)
+        as_trained(begun, self.module, *found)
         return module_file({"objects": (begun,)})
 
 

@@ -186,9 +186,6 @@ class RunCheckpoints:
         """
         if self._spec.run.checkpoints_path is None:
             return False
-        if self.is_sharded:
-            # Otherwise its thread could take the files that ranks write next for orphans.
-            self.writer.finish()
         buffers = ShardBuffers(self._module, self.shards, self._non_persistent)
         own = measured, buffers.digests, is_adding_up
         state, of_ranks = gather_state(
@@ -211,7 +208,7 @@ class RunCheckpoints:
         content = self.content(gradients=dict(gradients), held=self._held())
         files: tuple[TensorFile, ...] = ()
         if self.is_sharded:
-            content, files = write_parts(self._spec.store, self._spec.run, position, content)
+            content, files = write_parts(self.writer, position, content)
         if self._rank != 0:
             return True
         parts = {

@@ -263,14 +263,15 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
     Parameters
     ----------
     tensors : mapping
-        Tensors by name, such as a ``state_dict()``. Other values are ignored.
+        Tensors by name, such as a ``state_dict()``. Other values are ignored, and so are parts, and
+        weights in files, which each rank reads.
     """
     if current().size == 1:
         return
     given = {
         name: torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
         for name, value in tensors.items()
-        if isinstance(value, torch.Tensor) and not is_sharded(value)
+        if isinstance(value, torch.Tensor) and not (is_sharded(value) or value.is_meta)
     }
     carried = {
         name: t.to(CARRIED_AS.get(t.dtype, t.dtype)).contiguous() for name, t in given.items()

@@ -206,8 +206,6 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
 def dump_module(module: Any) -> bytes:
     """Serialize a module, or a tuple of objects that share one, by value.
 
-    With ``is_whole``, the weights include frozen ones that a function could make again.
-
     After loading, a ``torch.compile`` module is compiled again at its first call, with the same
     options.
     """

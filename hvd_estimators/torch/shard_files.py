@@ -26,7 +26,7 @@ from hvd_estimators.store.checkpoints import TensorFile, checkpoint_path
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import Position, tensors_of
 from hvd_estimators.torch.collectives import current, exchange
-from hvd_estimators.torch.sharding import is_sharded, whole
+from hvd_estimators.torch.sharding import gathered, is_sharded, whole
 from hvd_estimators.torch.stored_weights import (
     INDEX,
     StoredWeights,
@@ -36,19 +36,18 @@ from hvd_estimators.torch.stored_weights import (
 )
 from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader, write_tensors
 from hvd_estimators.torch.tensors import map_tensors
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 
 
 def write_parts(
-    store: Store, run: RunPaths, position: Position, content: dict[str, Any]
+    writer: CheckpointWriter, position: Position, content: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[TensorFile, ...]]:
     """Write the sharded tensors of a checkpoint. Called by all ranks.
 
     Parameters
     ----------
-    store : Store
-        The store of the run.
-    run : RunPaths
-        The run.
+    writer : CheckpointWriter
+        Writer of the run's checkpoints.
     position : Position
         Position of the checkpoint.
     content : dict
@@ -62,8 +61,10 @@ def write_parts(
     tuple of TensorFile
         The files of all ranks.
     """
+    # Otherwise its thread could take the files that ranks write next for orphans.
+    writer.finish()
     content, tensors = without_tensors(content)
-    path = checkpoint_path(run, position)
+    path = checkpoint_path(writer.run, position)
     # A rank of an earlier launch may still write, so no two saves use the same names.
     shapes = [(name, tuple(value.shape)) for name, value in tensors.items()]
     token = uuid.uuid4().hex[:8]
@@ -74,11 +75,39 @@ def write_parts(
             "on another. With sharding, all ranks must keep the same ones."
         )
     begins = f"{posixpath.basename(tensors_of(path))}/{token}"
-    files, _ = _write(store, posixpath.dirname(path), begins, tensors)
+    files, _ = _write(writer.store, posixpath.dirname(path), begins, tensors)
     return {**content, "files": [file.name for file in files]}, files
 
 
-def write_weights(store: Store, run: RunPaths, module: torch.nn.Module) -> StoredWeights:
+def write_trained(
+    store: Store, run: RunPaths, module: torch.nn.Module, has_base: bool
+) -> tuple[StoredWeights | None, dict[str, Any]]:
+    """Return the trained weights of ranks that hold parts. Called by all ranks.
+
+    Parameters
+    ----------
+    store : Store
+        The store of the run.
+    run : RunPaths
+        The run.
+    module : torch.nn.Module
+        The module of this rank.
+    has_base : bool
+        Whether files have the frozen weights, which ``state_dict()`` leaves out.
+
+    Returns
+    -------
+    StoredWeights or None
+        New files with all weights; None if there is a base.
+    dict
+        The other weights, on rank 0, if there is a base.
+    """
+    if has_base:
+        return None, gathered(module.state_dict(), keep=current().rank == 0)
+    return _write_weights(store, run, module), {}
+
+
+def _write_weights(store: Store, run: RunPaths, module: torch.nn.Module) -> StoredWeights:
     """Write a module's weights to a new folder of the run. Called by all ranks.
 
     The files have the names and the index of Hugging Face's, so its libraries load them.

@@ -48,8 +48,8 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     trained_file,
 )
-from hvd_estimators.torch.shard_files import as_trained, write_weights
-from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard
+from hvd_estimators.torch.shard_files import as_trained, write_trained
+from hvd_estimators.torch.sharding import ShardingOptions, shard
 from hvd_estimators.torch.stored_weights import find_weights_in, load_weights
 from hvd_estimators.torch.tensors import Batch, gpu_memory, require_tensors, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
@@ -325,15 +325,11 @@ class _Trainer:
         The optimizer has no state.
         """
         trained = self.original_module
-        weights, kept = None, {}
-        if self.base is None:
-            weights = write_weights(self.spec.store, self.spec.run, trained)
-        else:
-            kept = gathered(trained.state_dict(), keep=self.rank == 0)
+        found = write_trained(self.spec.store, self.spec.run, trained, self.base is not None)
         if self.rank:
             return None
         objects: TrainedObjects = load_module(self.spec.objects, mapped=True)
-        as_trained(objects.module, trained, weights, kept)
+        as_trained(objects.module, trained, *found)
         objects.optimizer.state.clear()
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 

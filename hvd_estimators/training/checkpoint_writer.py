@@ -78,11 +78,16 @@ class CheckpointWriter:
         The run.
     options : CheckpointOptions
         Options that decide which checkpoints are kept.
+
+    Attributes
+    ----------
+    store, run
+        As given.
     """
 
     def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:
-        self._store = store
-        self._run = run
+        self.store = store
+        self.run = run
         self._options = options
         self._stored: dict[Position, CheckpointInfo | None] | None = None
         self._orphans: list[str] = []
@@ -143,7 +148,7 @@ class CheckpointWriter:
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
         monitor = monitored(self._options.monitor, metrics)
         mode = "min" if monitor is None else mode_of(monitor, self._options.mode)
-        path = checkpoint_path(self._run, Position(state.epoch, state.rows))
+        path = checkpoint_path(self.run, Position(state.epoch, state.rows))
         written = None if is_copy else self._write(path, state, write_model)
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators checkpoint")
@@ -183,7 +188,7 @@ class CheckpointWriter:
         self, path: str, state: RunState, write_model: Callable[[IO[bytes]], None]
     ) -> _Written:
         with _as_store_error(path), contextlib.ExitStack() as stack:
-            target = stack.enter_context(self._store.open_atomic(path))
+            target = stack.enter_context(self.store.open_atomic(path))
             file = target
             if not (target.seekable() and target.readable()):
                 # Appending to an archive needs seek and read. The file is copied to the target
@@ -223,10 +228,10 @@ class CheckpointWriter:
                 if info.position in stored:
                     # An earlier launch or fit left a damaged checkpoint at this position, so
                     # training resumed before it.
-                    self._store.delete(manifest_of(info.path))
+                    self.store.delete(manifest_of(info.path))
             info = replace(info, size=size, sha256=digest.hexdigest())
             self._check_fence()
-            write_manifest(self._store, info)
+            write_manifest(self.store, info)
         stored[info.position] = info
         try:
             self._delete_others(stored, info)
@@ -235,7 +240,7 @@ class CheckpointWriter:
 
     def _check_fence(self) -> None:
         if self._options.fence is not None:
-            self._options.fence.check(self._store)
+            self._options.fence.check(self.store)
 
     def _stored_checkpoints(self, current: CheckpointInfo) -> dict[Position, CheckpointInfo | None]:
         """Return the checkpoints in the store by position; None marks an unreadable one.
@@ -244,7 +249,7 @@ class CheckpointWriter:
         of the current save, and those with the same names that it replaces, are no orphans.
         """
         if self._stored is None:
-            store, run = self._store, self._run
+            store, run = self.store, self.run
             directory = run.checkpoints_path
             assert directory is not None
             names = store.names(directory)
@@ -272,10 +277,10 @@ class CheckpointWriter:
             info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
         }
         for position in stored.keys() - kept_positions:
-            delete_checkpoint(self._store, self._run, position, stored[position])
+            delete_checkpoint(self.store, self.run, position, stored[position])
             del stored[position]
         while self._orphans:
-            self._store.delete(f"{self._run.checkpoints_path}/{self._orphans.pop()}")
+            self.store.delete(f"{self.run.checkpoints_path}/{self._orphans.pop()}")
 
 
 class _Written(NamedTuple):
