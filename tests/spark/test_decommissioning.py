@@ -11,7 +11,6 @@ import pytest
 
 
 @pytest.mark.spark
-@pytest.mark.versions
 @pytest.mark.slow
 def test_ranks_save_their_step_before_a_decommissioned_executor_goes(tmp_path: Path) -> None:
     notes = tmp_path / "notes"

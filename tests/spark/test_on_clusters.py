@@ -16,6 +16,7 @@ import on_clusters
 import pytest
 from servers.gpus import GPUS
 from two_hosts import GPU
+from variants import others_in_soak
 
 cloudpickle.register_pickle_by_value(on_clusters)
 
@@ -101,7 +102,7 @@ def test_ranks_know_their_places_and_train_like_one_process(cluster_kind: Cluste
 
 
 # Other tests fit on the other kinds.
-@pytest.mark.parametrize("cluster_kind", ["hosts", "yarn"], indirect=True)
+@pytest.mark.parametrize("cluster_kind", others_in_soak("hosts", "yarn"), indirect=True)
 def test_an_estimator_fits_like_one_process(cluster_kind: ClusterKind) -> None:
     np.testing.assert_allclose(
         cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=560), line(), rtol=1e-5

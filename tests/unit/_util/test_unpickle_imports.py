@@ -89,15 +89,6 @@ def test_classes_defined_by_a_pickle_are_updated_by_the_next(notebook: dict[str,
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_other_objects_load_as_with_the_standard_library() -> None:
-    value = {"a": [1, 2.0, "x"], "b": enum.Enum, "c": None}
-    assert unpickle_imports.load(io.BytesIO(pickle.dumps(value))) == value
-    buffers: list[Any] = []
-    data = pickle.PickleBuffer(bytearray(b"abc"))
-    document = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    assert bytes(unpickle_imports.loads(document, buffers=buffers)) == b"abc"
-
-
 def test_modules_that_pickles_import_are_recorded() -> None:
     program: dict[str, Any] = {"__name__": "__main__"}
     exec(

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators.commands.horovod_source import PATCHES
 from hvd_estimators.commands.toolchain import detect_recipe
 from hvd_estimators.launch import horovod_build
@@ -170,27 +169,6 @@ class TestImportOfHorovodSpark:
         spark = "hvd_estimators.compat.spark"
         assert first == f"hvd_estimators.store.base {spark}.common.store {spark}"
         assert second == f"True {source}/horovod/__init__.py"
-
-    def test_compat_replaces_all_modules_of_the_frozen_package(self, tmp_path):
-        source = make_patched_source(tmp_path, COMPAT)
-        files = {
-            str(path.relative_to(source / "horovod/spark")): path.read_text()
-            for path in (source / "horovod/spark").rglob("*.py")
-        }
-
-        packages = {"", "common/", "keras/", "lightning/", "task/", "torch/"}
-        assert {name for name in files if name.endswith("__init__.py")} == {
-            f"{package}__init__.py" for package in packages
-        }
-        assert len(files) == len(HOMES)
-        assert files["torch/__init__.py"].splitlines()[1:] == [
-            "from hvd_estimators.compat.torch import TorchEstimator as TorchEstimator",
-            "from hvd_estimators.torch.model import TorchModel as TorchModel",
-        ]
-        for file, text in files.items():
-            for line in text.splitlines():
-                if line.startswith("from ") and "petastorm" not in line:
-                    exec(compile(line, file, "exec"), {})
 
     def test_its_kind_is_detected_without_importing_it(self, tmp_path, install):
         for kind, recipe in [("off", RECIPE), ("compat", COMPAT)]:

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hvd_estimators.data.arrays import num_rows, table_to_columns, take
+from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError
 
@@ -57,16 +57,6 @@ def test_sparse_columns_equal_the_dense_matrix(rows):
     np.testing.assert_array_equal(array, dense[rows])
 
 
-@pytest.mark.parametrize("missing", ["indices", "values"])
-def test_errors_about_null_rows_name_the_sparse_column(missing):
-    columns = {"indices": [[0], [1]], "values": [[2.0], [3.0]]}
-    columns[missing][1] = None
-    table = pa.table({f"x__{name}": values for name, values in columns.items()})
-
-    with pytest.raises(DataError, match="'x"):
-        only(table, ColumnSpec("x", "sparse", "float64", (2,)))
-
-
 @pytest.mark.parametrize(
     ("values", "shape"),
     [
@@ -84,23 +74,6 @@ def test_errors_about_lengths_of_rows_name_the_column(values, shape):
 
     with pytest.raises(DataError, match="'pixels' is ragged"):
         only(table, ColumnSpec("pixels", "array", "int64", shape))
-
-
-def test_columns_follow_the_order_of_the_specs():
-    table = pa.table({"a": [1], "b": [2], "c": [3]})
-
-    arrays = convert(table, ColumnSpec("c", "scalar", "int64"), ColumnSpec("a", "scalar", "int64"))
-
-    assert list(arrays) == ["c", "a"]
-
-
-def test_rows_can_be_counted_and_selected():
-    whole = {"x": np.array([1, 2, 3]), "y": np.array([[1, 0], [0, 1], [1, 1]])}
-
-    assert num_rows(whole) == 3
-    picked = take(whole, np.array([2, 0]))
-    np.testing.assert_array_equal(picked["x"], [3, 1])
-    np.testing.assert_array_equal(picked["y"], [[1, 1], [1, 0]])
 
 
 def _nested(depth):

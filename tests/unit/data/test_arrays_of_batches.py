@@ -159,31 +159,9 @@ def test_selected_rows_agree_with_arrows_filter(values: Any, data_type: pa.DataT
         assert found.to_pylist() == column.filter(pa.array(wanted)).to_pylist()
 
 
-def test_lists_between_empty_rows_are_not_copied() -> None:
-    column = pa.array([None, [1.0, 2.0], None, [3.0, 4.0]], LISTS)
-    wanted = np.array([False, True, False, True])
-    given, found = column.values.buffers()[1], rows_of(column, wanted).values.buffers()[1]
-    assert found.address == given.address
-
-
 def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
     found, valid = to_arrays(["x"], [column], **options)
     return found["x"], valid
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[1.0, 2.0], [3.0]], "'x' is ragged"),
-        ([[[1.0, 2.0]], [[3.0]]], "'x' is ragged"),
-        ([[[1.0], [2.0]], [[3.0]]], "'x' is ragged"),
-        ([[[1.0], None], [[3.0], [4.0]]], "'x' holds nulls"),
-        ([[True, None], [True, False]], "'x' holds nulls"),
-    ],
-)
-def test_ragged_arrays_and_nulls_within_are_rejected(rows: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        arrays(pa.array(rows))
 
 
 def test_rows_with_nulls_are_skipped_if_kept_as_null_predictions() -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.data.arrays import table_to_columns
-from hvd_estimators.data.inputs import InputColumns, matrix_hint
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, stored_names
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.params import input_columns
@@ -114,10 +114,3 @@ def test_columns_that_are_not_numbers_are_rejected() -> None:
     with_null = TABLE.set_column(0, "whole", pa.array([None, *range(6)], pa.int32()))
     with pytest.raises(DataError, match="Column 'whole' holds 1 nulls"):
         table_to_columns(with_null, InputColumns.of([["whole", "flag"]]).specs(SPECS[:2]))
-
-
-def test_the_hint_groups_the_numbers() -> None:
-    hint = matrix_hint({"a": (), "image": (3, 3), "b": (1,), "c": ()})
-    assert hint.startswith(' feature_cols=[["a", "b", "c"], "image"] makes one input of shape')
-    assert matrix_hint({"a": (), "image": (3,)}) == ""
-    assert ", ...]] makes" in matrix_hint({f"c{i}": () for i in range(300)})

@@ -50,44 +50,6 @@ def test_the_document_is_plain_json():
     assert document["validation"] is None
 
 
-def test_documents_of_earlier_versions_lack_checksums_of_footers():
-    group = RowGroup("/a", 0, 10, 400, 123)
-    written = DatasetManifest(COLUMNS, Split("/", (group,)))
-    assert DatasetManifest.from_json(written.to_json()) == written
-    document = json.loads(written.to_json())
-    del document["train"]["row_groups"][0]["footer"]
-    (found,) = DatasetManifest.from_json(json.dumps(document)).train.row_groups
-    assert found == RowGroup("/a", 0, 10, 400)
-
-
-def test_columns_know_their_width_and_stored_names():
-    scalar, array, sparse, partition, renamed = COLUMNS
-
-    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000, 1, 5]
-    assert scalar.stored_names == ("age",)
-    assert array.stored_names == ("pixels",)
-    assert sparse.stored_names == ("words__indices", "words__values")
-    assert partition.stored_names == ()
-    assert renamed.stored_names == ("tags__indices_", "tags__values")
-
-
-def test_splits_sum_their_rows():
-    assert DatasetManifest(COLUMNS, TRAIN).train.rows == 15
-
-
-@pytest.mark.parametrize(
-    ("spec", "row_bytes"),
-    [
-        (ColumnSpec("x", "scalar", "bool"), 1),
-        (ColumnSpec("x", "vector", "float32", (64,)), 256),
-        (ColumnSpec("x", "array", "int64", (2, 3)), 48),
-        (ColumnSpec("x", "text", "object"), 8),
-    ],
-)
-def test_the_size_of_a_row_is_the_size_of_its_elements(spec, row_bytes):
-    assert spec.row_bytes == row_bytes
-
-
 DOCUMENT = json.loads(DatasetManifest(COLUMNS, TRAIN, VALIDATION).to_json())
 
 
@@ -108,24 +70,3 @@ def test_an_edited_manifest_is_an_error_or_describes_a_dataset(effort: Effort) -
             assert split.rows == sum(range_of.rows for range_of in split.row_groups)
 
     fuzz(check, edited_anywhere(DOCUMENT), effort)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda d: d["train"]["row_groups"].append(d["train"]["row_groups"][0]), "listed twice"),
-        (lambda d: d["train"]["row_groups"][0].update(rows=2.5), "impossible row group"),
-        (lambda d: d["train"]["row_groups"][0].update(index=-1), "impossible row group"),
-        (lambda d: d["columns"].append(d["columns"][0]), "columns are listed twice"),
-        (lambda d: d["columns"][0].update(kind="tensor"), "impossible column"),
-        (lambda d: d["columns"][0].update(dtype="float33"), "float33"),
-        (lambda d: d["columns"][1].update(shape="28"), "impossible column"),
-        (lambda d: d.pop("train"), "KeyError: 'train'"),
-    ],
-)
-def test_errors_name_the_edited_value(edit, message):
-    document = json.loads(DatasetManifest(COLUMNS, TRAIN).to_json())
-    edit(document)
-
-    with pytest.raises(ValueError, match=message):
-        DatasetManifest.from_json(json.dumps(document))

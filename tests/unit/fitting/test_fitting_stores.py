@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_estimators import prepare_data
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting import stores as module
 from hvd_estimators.fitting.stores import STORE_SETTING, default_store, find_files
@@ -31,21 +30,6 @@ def test_paths_are_stores(tmp_path, form):
     store = TorchEstimator(store=form(tmp_path)).getStore()
     assert isinstance(store, Store)
     assert store.prefix_path == Store.create(str(tmp_path)).prefix_path
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (7, r"^store: expected a Store, or its path or URL, found 7"),
-        ("ftp://host/path", r"^store: no store for the scheme 'ftp'"),
-        ("", r"^store: "),
-    ],
-)
-def test_other_values_are_rejected(given, message):
-    with pytest.raises(ParamError, match=message):
-        TorchEstimator(store=given)
-    with pytest.raises(ParamError, match=message), prepare_data(1, given, None, ["y"], ["x"]):
-        pass
 
 
 def test_local_spark_gets_one_temporary_folder(settings, caplog):
@@ -125,21 +109,3 @@ def test_other_filesystems_get_a_store_without_the_options_of_the_run(tmp_path):
     in_memory = Store.create("memory://runs")
     assert find_files(in_memory, "memory://rows", None).store is in_memory
     assert find_files(in_memory, str(tmp_path), None).train == (str(tmp_path),)
-
-
-@pytest.mark.parametrize(
-    ("path", "validation", "message"),
-    [
-        ("rows", "memory://rows", "^validation_path: .*'memory://rows'.*'rows'"),
-        (["memory://a", "rows"], None, "^path: .*'rows'.*'memory://a'"),
-        ("ftp://host/rows", None, "^path: no store for the scheme 'ftp'"),
-        ("dbfs:/rows", None, "^path: no store for the scheme 'dbfs'"),
-        ("rows", "s3://key:secret@bucket/rows", "^validation_path: .*storage_options"),
-        ("", None, "^path: expected a path or URL"),
-        (["rows", None], None, "^path: expected"),
-        ({"rows"}, None, "^path: expected"),
-    ],
-)
-def test_wrong_paths_are_rejected(own, path, validation, message):
-    with pytest.raises(ParamError, match=message):
-        find_files(own, path, validation)

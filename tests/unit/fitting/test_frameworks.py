@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import random
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
 from hvd_estimators.fitting import settings as settings_module
 from hvd_estimators.fitting.fit import Fit
-from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
@@ -23,24 +18,6 @@ from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 ESTIMATORS = (TorchEstimator, KerasEstimator, LightningEstimator)
-METHODS = {name: each for name, each in vars(Framework).items() if inspect.isfunction(each)}
-
-
-def parameters(function: Any) -> list[tuple[str, Any]]:
-    return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_have_one_signature_and_a_docstring(name: str) -> None:
-    assert name == "__init__" or inspect.getdoc(METHODS[name])
-    for estimator in ESTIMATORS:
-        own = getattr(estimator.framework_class, name)
-        assert parameters(own) == parameters(METHODS[name]), estimator
-
-
-def test_the_model_hook_has_horovod_sparks_signature() -> None:
-    names = [name for name, _ in parameters(HorovodEstimator._create_model)]
-    assert names == ["self", "run_results", "run_id", "metadata"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -54,16 +31,6 @@ def test_a_store_is_needed_before_anything_is_sent(
     model = keras_net(1) if estimator is KerasEstimator else torch_net(1)
     with pytest.raises(ParamError, match="store is not set"):
         Fit(estimator(model=model, loss="mse" if estimator is KerasEstimator else None)).check()
-
-
-def test_an_estimator_without_a_framework_says_so() -> None:
-    class Unfinished(HorovodEstimator):
-        def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any: ...
-
-        def get_model_class(self) -> Any: ...
-
-    with pytest.raises(TypeError, match=r"Unfinished has no framework_class\. Set it to"):
-        Unfinished()
 
 
 def test_credentials_among_the_params_are_not_shown() -> None:
@@ -91,10 +58,6 @@ def keras_net(hidden):
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(hidden)])
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def with_objects(estimator):
     return estimator.framework_class.with_objects(estimator)
 
@@ -105,29 +68,6 @@ def weights(estimator):
     if isinstance(model, keras.Model):
         return model.get_weights()[0]
     return model.weight.detach().numpy()
-
-
-@pytest.mark.parametrize(
-    ("cls", "params"),
-    [
-        (TorchEstimator, {"model": torch_net, "optimizer": sgd}),
-        (LightningEstimator, {"model": torch_net, "optimizer": sgd}),
-        (KerasEstimator, {"model": keras_net}),
-    ],
-)
-def test_the_seed_determines_the_initial_weights(cls, params):
-    estimator = cls(**params, model_args={"hidden": 2}, random_seed=3)
-    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    first = weights(estimator)
-    assert 2 in first.shape
-    np.testing.assert_array_equal(weights(estimator), first)
-    assert (random.getstate(), str(np.random.get_state())) == states[:2]
-    assert torch.equal(torch.get_rng_state(), states[2])
-    assert not np.array_equal(weights(estimator.copy({"random_seed": 4})), first)
-    assert estimator.getModel() is params["model"]
-
-    unseeded = estimator.copy({"random_seed": None})
-    assert not np.array_equal(weights(unseeded), weights(unseeded))
 
 
 def test_the_optimizer_is_built_for_the_parameters_of_the_model():

@@ -2,15 +2,9 @@
 
 import math
 
-import keras
 import pytest
-import torch
-from pytorch_lightning import callbacks as lightning_callbacks
 
-from hvd_estimators.exceptions import ResultsError
-from hvd_estimators.summary import find_best_epoch, selecting_metric
-from hvd_estimators.torch import TorchModel
-from hvd_estimators.torch import callbacks as torch_callbacks
+from hvd_estimators.summary import find_best_epoch
 from hvd_estimators.training.spec import EpochMetrics
 
 
@@ -43,38 +37,3 @@ def history(**values):
 )
 def test_best_epoch(values, monitor, mode, expected):
     assert find_best_epoch(history(**values), monitor, mode) == expected
-
-
-class MyEarlyStopping(keras.callbacks.EarlyStopping):
-    """Callback of a user."""
-
-
-@pytest.mark.parametrize(
-    ("monitor", "callbacks", "expected"),
-    [
-        (None, None, (None, "min")),
-        (None, [keras.callbacks.ReduceLROnPlateau(monitor="val_mae")], (None, "min")),
-        (None, [MyEarlyStopping(monitor="val_auc", mode="max")], ("val_auc", "max")),
-        ("loss", [MyEarlyStopping(monitor="val_auc", mode="max")], ("loss", "min")),
-        (None, [keras.callbacks.ModelCheckpoint("a.keras", "val_auc")], ("val_auc", "auto")),
-        (None, [torch_callbacks.EarlyStopping("val_auc", mode="max")], ("val_auc", "max")),
-        (
-            None,
-            [lightning_callbacks.ModelCheckpoint(), lightning_callbacks.EarlyStopping("val_f1")],
-            ("val_f1", "min"),
-        ),
-    ],
-)
-def test_callbacks_that_select_an_epoch_tell_the_metric(monitor, callbacks, expected):
-    assert selecting_metric(monitor, "min", callbacks) == expected
-
-
-def test_no_epochs_have_no_best():
-    assert find_best_epoch([], None, "auto") is None
-
-
-def test_a_model_that_was_not_trained_here_has_no_summary():
-    model = TorchModel(model=torch.nn.Linear(1, 1))
-    assert not model.hasSummary
-    with pytest.raises(ResultsError, match=r"^summary: this TorchModel has none.*history_frame"):
-        _ = model.summary

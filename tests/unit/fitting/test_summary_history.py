@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
@@ -74,12 +73,6 @@ def test_lightning_histories_hold_a_dict_of_logged_values_per_epoch() -> None:
     ]
 
 
-@pytest.mark.parametrize("model", [KerasModel, TorchModel, LightningModel])
-@pytest.mark.parametrize("history", [None, [], {}])
-def test_models_without_a_history_have_no_rows(model: Any, history: Any) -> None:
-    assert rows_of(model(history=history)) == []
-
-
 def test_arrays_become_several_numbers_and_other_values_are_skipped() -> None:
     """Keras's F1Score has one value per class; a callback may log anything."""
     history = {"f1": [np.array([0.5, 0.25])], "note": ["late"], "rate": [np.float32(0.5)]}
@@ -89,10 +82,6 @@ def test_arrays_become_several_numbers_and_other_values_are_skipped() -> None:
         (0, "train", "f1_1", 0.25),
         (0, "train", "rate", 0.5),
     ]
-
-
-def test_resumed_epochs_keep_their_number() -> None:
-    assert history_rows([{"epoch": 7, "train": {"loss": 1.0}}]) == [(7, "train", "loss", 1.0)]
 
 
 def test_both_forms_of_a_history_have_the_same_rows() -> None:

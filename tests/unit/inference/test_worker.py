@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import pytorch_lightning
 import torch
 
 from hvd_estimators.inference.broadcast import Hashed
-from hvd_estimators.inference.worker import cached_predictor, predictor_key, unpickled
+from hvd_estimators.inference.worker import cached_predictor, predictor_key
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel
@@ -99,13 +96,3 @@ def test_the_keras_float_type_is_part_of_the_key() -> None:
         assert [told(floatx) for floatx in ("float32", "float16", "float32")] == [32, 16, 32]
     finally:
         keras.config.set_floatx(before)
-
-
-def test_tensorflow_logs_in_tasks_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert unpickled(pickle.dumps([1])) == [1]
-    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "3"
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
-    assert unpickled(pickle.dumps([1])) == [1]
-    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"

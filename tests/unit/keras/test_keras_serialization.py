@@ -12,8 +12,6 @@ import keras
 import numpy as np
 import pytest
 
-from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.keras.backend import require_backend
 from hvd_estimators.keras.serialization import (
     OptimizerPayload,
     dump,
@@ -94,15 +92,6 @@ def test_an_optimizers_state_is_restored_for_other_variables() -> None:
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-def test_errors_name_an_unsupported_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_backend()
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    with pytest.raises(
-        DependencyError, match=r"'jax'.*KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"
-    ):
-        require_backend()
-
-
 class Layered(keras.Model):
     """Model that creates its layers in its constructor, with the global policy."""
 
@@ -139,18 +128,6 @@ def test_layers_keep_the_global_dtype_policy(policy: str) -> None:
         )
     assert type(load(documents[0]).optimizer) is type(model.optimizer)
     assert keras.config.dtype_policy().name == "float32"
-
-
-def test_functions_of_keras_ops_are_restored() -> None:
-    """Keras writes their names, but cannot look them up."""
-    x = keras.Input((3,))
-    output = keras.layers.Dense(2, activation=keras.ops.square)(x)
-    output = keras.layers.Lambda(keras.ops.sum, arguments={"axis": 1})(output)
-    model = keras.Model(x, keras.layers.Activation(keras.ops.negative)(output))
-    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = load_model(model_payload(model))(rows)
-    kernel, bias = model.layers[1].get_weights()
-    np.testing.assert_allclose(found, -((rows @ kernel + bias) ** 2).sum(1), rtol=1e-5)
 
 
 def make_layers() -> keras.Model:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 from hvd_estimators import launch
@@ -49,35 +48,6 @@ def test_executors_reach_the_driver_at_its_host_unless_it_is_local(
 
     assert cluster.is_local == is_local
     assert cluster.driver_host() == ("127.0.0.1" if is_local else "10.0.0.7")
-
-
-@pytest.mark.parametrize(
-    ("master", "enabled", "expected"),
-    [
-        ("yarn", "true", True),
-        ("spark://host:7077", "false", False),
-        ("local-cluster[2,1,1024]", "true", True),
-        ("local[2]", "true", False),  # Spark ignores the setting
-    ],
-)
-def test_dynamic_allocation_follows_the_setting(master: str, enabled: str, expected: bool) -> None:
-    cluster = application(master, dynamicAllocation_enabled=enabled)
-
-    assert cluster.allocates_dynamically == expected
-
-
-def test_a_cluster_with_py4j_security_is_named() -> None:
-    def sc() -> None:
-        raise Py4JError(
-            "An error occurred while calling o22.sc. Trace: py4j.security.Py4JSecurityException: "
-            "Method public JavaSparkContext.sc() is not whitelisted on class JavaSparkContext"
-        )
-
-    session: Any = SimpleNamespace(
-        sparkContext=SimpleNamespace(_jsc=SimpleNamespace(sc=sc), master="spark://host:7077")
-    )
-    with using_session(session), pytest.raises(DependencyError, match=r"JVM.*not whitelisted"):
-        SparkBackend().num_processes()
 
 
 @pytest.mark.parametrize("name", ["spark.app.id", "spark.master"])

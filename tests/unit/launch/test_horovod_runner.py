@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
 from typing import Any
 
 import pytest
@@ -62,12 +61,3 @@ def test_a_failure_names_the_rank_that_raised() -> None:
 
     with pytest.raises(WorkerFailedError, match=r"(?s)Rank 0 .*KeyError: '0'"):
         HorovodRunner(np=-1).run(fail)
-
-
-def test_only_np_0_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match="np=0"):
-        HorovodRunner(np=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        HorovodRunner(np=2)
-        HorovodRunner(np=-2)

@@ -10,7 +10,7 @@ from processes import wait_until
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import RankStage
-from hvd_estimators.launch.service.launch_watch import LaunchWatch, observing_launches
+from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.stage import Stage
 
 pytestmark = pytest.mark.timeout(90)
@@ -58,12 +58,3 @@ def test_no_warning_names_ranks_that_are_in_their_function(
         watch.record(RankStage(0, 0, "host", Stage.CONNECTED))  # late
         time.sleep(0.6)
     assert not caplog.records
-
-
-def test_observers_get_the_number_of_ranks_of_launches_in_their_block() -> None:
-    numbers: list[int] = []
-    with observing_launches(numbers.append):
-        LaunchWatch(2)
-        LaunchWatch(1)
-    LaunchWatch(7)  # outside the block
-    assert numbers == [2, 1]

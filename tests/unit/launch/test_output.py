@@ -9,10 +9,8 @@ import time
 import cloudpickle
 import pytest
 
-from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank import output
-from hvd_estimators.launch.rank.outcome import results_in_order
-from hvd_estimators.launch.rank.output import Relay, shortened
+from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
@@ -77,20 +75,6 @@ def test_a_long_line_is_divided_and_its_end_is_kept():
     assert len(outcome.output_tail) < 70_000
 
 
-def test_a_long_exception_message_is_shortened():
-    def fail():
-        print("y" * 5000 + "\n" * 10, end="")
-        raise ValueError("the start" + "x" * MEGABYTES_20 + "the end")
-
-    with pytest.raises(WorkerFailedError) as raised:
-        results_in_order([run(fail)])
-
-    message = str(raised.value)
-    assert len(message) < 200_000
-    assert "ValueError: the startxxx" in message
-    assert "xxxthe end\n" in message
-
-
 def test_many_lines_are_kept_up_to_a_size_limit():
     outcome = run(lambda: [print("x" * 5000) for _ in range(1000)] and os._exit(1))
 
@@ -106,14 +90,6 @@ def test_a_rank_continues_if_its_output_cannot_be_forwarded(caplog):
 
     assert pickle.loads(outcome.result) == "done"
     assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(("length", "left_out"), [(10, 0), (11, 1), (1000, 990)])
-def test_a_shortened_text_keeps_both_ends(length, left_out):
-    text = "".join(chr(ord("0") + i % 10) for i in range(length))
-
-    gap = f"[... {left_out} characters left out ...]" if left_out else ""
-    assert shortened(text, 10) == text[:5] + gap + text[-5:]
 
 
 def test_a_reader_that_blocks_does_not_delay_closing(

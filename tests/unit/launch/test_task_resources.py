@@ -40,19 +40,6 @@ def test_invalid_requests_are_rejected_at_once(given: dict[str, Any], message: s
         SparkBackend(2, **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({}, ""),
-        ({"gpus_per_task": 2, "cpus_per_task": 3}, "gpus_per_task=2, cpus_per_task=3"),
-        ({"resource_profile": profile(gpu=2)}, "resource_profile (cpus: 1, gpu: 2 a task)"),
-    ],
-)
-def test_messages_describe_the_request(given: dict[str, Any], text: str) -> None:
-    assert TaskResources(**given).describe() == text
-    assert TaskResources(**given).is_default == (not given)
-
-
 def cluster(slots: int, *, is_local: bool = False, **conf: str) -> Any:
     """An application whose executors have all registered."""
     return SimpleNamespace(

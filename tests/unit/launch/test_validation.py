@@ -23,13 +23,6 @@ def test_arguments_of_horovod_spark_have_no_effect_and_are_logged(
     assert "Gloo is always the controller" in caplog.text
 
 
-def test_values_that_match_the_defaults_are_accepted_silently(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    SparkBackend(2, use_gloo=True, use_mpi=False, nics=None)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("nics", "names"),
     [

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.exceptions import DataError, DependencyError, ParamError
+from hvd_estimators.exceptions import DataError, DependencyError
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import (
@@ -157,12 +157,3 @@ def test_running_out_of_validation_batches_is_an_error(manifest):
     # Without validation rows, no batches are requested.
     with open_data_module(data_spec(manifest, Constant), 0, 2, epoch=0, epochs=1) as data:
         assert list(data.val_data()) == []
-
-
-@pytest.mark.parametrize("wrong", ["csv", "", int, 5])
-def test_data_modules_are_known_names_or_classes(wrong):
-    check_data_module("arrow")
-    check_data_module(None)
-    check_data_module(Constant)
-    with pytest.raises(ParamError, match="data_module: expected 'petastorm', 'arrow' or a class"):
-        check_data_module(wrong)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.loading.plan import plan_shards, virtual_shards
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import DataModule, PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, open_data_module
 from hvd_estimators.torch.loss_weights import StepBatches
@@ -121,22 +121,6 @@ def test_any_number_of_ranks_resumes_at_a_position_in_rows(
         left = steps(spec, 2, epoch=epoch, rows=rows)
         for (found, _), (same, _) in zip(left, whole[first + taken :], strict=False):
             assert sorted(found) == sorted(same)
-
-
-def test_positions_within_a_step_are_rejected() -> None:
-    spec = job([10, 10], 2, batch_size=2)
-    with pytest.raises(ValueError, match="No batch of epoch 1 ends after 3 rows"):
-        open_data_module(spec, 0, 2, epoch=1, rows=3, epochs=1)
-
-
-@given(st.integers(1, 20), st.data())
-def test_each_shard_belongs_to_one_rank(num_shards: int, data: Any) -> None:
-    size = data.draw(st.integers(1, num_shards))
-    played = [virtual_shards(num_shards, rank, size) for rank in range(size)]
-
-    assert sorted(itertools.chain(*played)) == list(range(num_shards))
-    assert {len(shards) for shards in played} <= {num_shards // size, -(-num_shards // size)}
-    assert virtual_shards(num_shards, size - 1, num_shards) == (size - 1,)
 
 
 @pytest.mark.parametrize("ranks", [4, 3, 2, 1])

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -241,7 +242,7 @@ def test_errors_name_the_slow_rank_and_the_pending_collective(kind: str) -> None
     assert raised.value.is_transient
 
 
-@pytest.mark.parametrize("has_nccl", [False, True])
+@pytest.mark.parametrize("has_nccl", others_in_soak(True, False))
 def test_ranks_wait_for_others_to_connect_for_a_limited_time(has_nccl: bool) -> None:
     def meet() -> None:
         # Where torch has NCCL, ranks first exchange which GPUs they have.
