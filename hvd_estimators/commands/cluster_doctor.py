@@ -1,8 +1,8 @@
 """Check a cluster with a launch of ranks on all its task slots, and suggest fixes by host.
 
 `check_cluster` and ``hvd-estimators doctor --cluster`` call this module on the driver. Like
-the launch of a training, it checks Python, versions of packages, GPUs and the network. Its ranks
-then examine their machines.
+the launch of a training, it checks Python, versions of packages, GPUs and the network. The first
+rank of each machine then runs the doctor's checks of packages, and writes to the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.spark_session import current_session, using_session
 from hvd_estimators.commands import doctor
-from hvd_estimators.commands.doctor import Facts, Row, Status
+from hvd_estimators.commands.doctor import Row, Status
 from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.launch.task.host_checks import installed_versions
@@ -33,60 +33,33 @@ if TYPE_CHECKING:
 
     from hvd_estimators.store import Store
 
-DRIVER = "driver"
-"""Name of the driver in the report."""
-
 _START_SECONDS = 60.0
 """Time limit for executors and free task slots."""
 
-_SKEW_SECONDS = 30.0
-"""Difference between clocks that is a problem."""
-
 _SAME_ENVIRONMENT = "give all hosts the driver's environment (spark.archives)"
-_CLOCK_REMEDY = "synchronize the clock: timedatectl set-ntp true, or start chronyd on this host"
 _STORE_REMEDY = (
     "use a prefix on storage that all machines share (HDFS, S3, NFS), and mount it or set its "
     "credentials on this host"
 )
-_GPU_REMEDY = "install NVIDIA's driver, or leave this host out, or set use_gpu=False"
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about a machine, from its first rank.
+    """Findings on a machine, from its first rank.
 
     Attributes
     ----------
     name : str
-        Host name.
-    rank, slots : int
-        Number of the first rank, and number of ranks.
-    executable : str
-        Path of Python.
+        The host, and the numbers of its ranks.
     versions : mapping of str to str
         Versions of Python and of packages, see `installed_versions`.
-    installation : Facts
-        Facts of the doctor.
-    store : str
-        Problem with writing to the store; empty without one.
-    started, ended : float
-        Times of the machine's clock before and after the examination, in seconds.
+    rows : sequence of Row
+        Rows of the doctor, and one about a store that cannot be written to.
     """
 
     name: str
-    rank: int
-    slots: int
-    executable: str
     versions: Mapping[str, str]
-    installation: Facts
-    store: str = ""
-    started: float = 0.0
-    ended: float = 0.0
-
-    def __str__(self) -> str:
-        if self.slots == 1:
-            return f"{self.name} (rank {self.rank})"
-        return f"{self.name} (ranks {self.rank} to {self.rank + self.slots - 1})"
+    rows: Sequence[Row]
 
 
 def check_cluster(
@@ -110,7 +83,7 @@ def check_cluster(
         wrote.
     num_proc : int, optional
         Number of task slots to check. Default: all of the application. Required with dynamic
-        allocation, and over Spark Connect if the server's settings do not contain the number.
+        allocation and over Spark Connect.
     nics : str or iterable of str, optional
         Network interfaces, as for `SparkBackend`.
     as_json : bool
@@ -133,8 +106,12 @@ def check_cluster(
         backend = SparkBackend(num_proc, start_timeout=_START_SECONDS, nics=nics)
         backend.num_processes()
         folder = "" if opened is None else f"{opened.folder}/.doctor-{uuid.uuid4().hex}"
+        report: dict[str, list[Row]] = {"driver": []}
         try:
-            report = _examined(backend, opened, folder)
+            report["driver"].extend(_examined(backend, opened, folder, report))
+        except HvdEstimatorsError as error:
+            # Launches name the host and the remedy.
+            report["driver"].append(Row("Launch", str(error), Status.PROBLEM))
         finally:
             if opened is not None:
                 with contextlib.suppress(HvdEstimatorsError):
@@ -147,30 +124,29 @@ def check_cluster(
     return all(row.status is not Status.PROBLEM for rows in report.values() for row in rows)
 
 
-def _examined(backend: SparkBackend, store: Store | None, folder: str) -> dict[str, list[Row]]:
-    """Return the rows of the driver and of each host."""
+def _examined(
+    backend: SparkBackend, store: Store | None, folder: str, report: dict[str, list[Row]]
+) -> Iterator[Row]:
+    """Yield the rows of the driver, and add those of each host to a report."""
     versions = installed_versions()
     packages = [f"{name} {version}" for name, version in versions.items() if name != "Python"]
-    driver = [Row("Python", sys.version.split()[0]), Row("Packages", ", ".join(packages))]
-    report = {DRIVER: driver}
-    sent = time.time()
-    try:
-        hosts = [found for found in backend.run(examine, (store, folder)) if found is not None]
-        received = time.time()
-        for host in hosts:
-            report[str(host)] = list(diagnose_host(host, hosts, versions, (sent, received)))
-        driver += _allreduce(backend, hosts)
-    except HvdEstimatorsError as error:
-        # Launches name the host and the remedy.
-        driver.append(Row("Launch", str(error), Status.PROBLEM))
-        return report
+    yield Row("Python", sys.version.split()[0])
+    yield Row("Packages", ", ".join(packages))
+    hosts = [found for found in backend.run(examine, (store, folder)) if found is not None]
+    for host in hosts:
+        report[host.name] = [packages_of(host, hosts, versions), *host.rows]
+    yield from _allreduce(backend, hosts)
     if store is not None:
-        driver.append(_store_row(backend, store))
-    return report
+        try:
+            backend.check_store(store)
+        except HvdEstimatorsError as error:
+            yield Row("Store", str(error), Status.PROBLEM, _STORE_REMEDY)
+        else:
+            yield Row("Store", f"all hosts read what the driver writes to {store.folder}")
 
 
 def examine(store: Store | None, folder: str) -> HostFacts | None:
-    """Return facts about this machine; None if another rank of the machine does. Runs on a rank.
+    """Return findings on this machine; None if another rank of the machine does. Runs on a rank.
 
     Parameters
     ----------
@@ -179,75 +155,47 @@ def examine(store: Store | None, folder: str) -> HostFacts | None:
     folder : str
         A folder of the store, for a file of each machine.
     """
-    started = time.time()
     rank, local_rank, slots = (
         int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE")
     )
     if local_rank:
         return None
-    problem = ""
+    rows = [Row("Python", f"{sys.version.split()[0]} ({sys.executable})")]
+    # Executors may have PySpark from Spark's own folder.
+    found = (row for row in doctor.diagnose() if row.component != "PySpark")
+    rows += [row for row in found if row.status is not Status.ABSENT]
     if store is not None:
         try:
             store.write_text(f"{folder}/{rank}", "")
         except Exception as error:
             problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
-    return HostFacts(
-        name=socket.gethostname(),
-        rank=rank,
-        slots=slots,
-        executable=sys.executable,
-        versions=installed_versions(),
-        installation=doctor.collect(with_allreduce=False),
-        store=problem,
-        started=started,
-        ended=time.time(),
-    )
+            rows.append(Row("Store", f"cannot write: {problem}", Status.PROBLEM, _STORE_REMEDY))
+    ranks = f"rank {rank}" if slots == 1 else f"ranks {rank} to {rank + slots - 1}"
+    return HostFacts(f"{socket.gethostname()} ({ranks})", installed_versions(), rows)
 
 
-def diagnose_host(
-    host: HostFacts,
-    hosts: Sequence[HostFacts],
-    versions: Mapping[str, str],
-    times: tuple[float, float],
-) -> Iterator[Row]:
-    """Yield the rows of a host.
+def packages_of(host: HostFacts, hosts: Sequence[HostFacts], versions: Mapping[str, str]) -> Row:
+    """Return a row about the driver's packages that a host lacks.
 
     Parameters
     ----------
     host : HostFacts
         The host.
     hosts : sequence of HostFacts
-        All hosts.
+        All hosts. A package that one of them has is needed.
     versions : mapping of str to str
         Versions on the driver.
-    times : tuple of (float, float)
-        The driver's times before and after the launch, in seconds.
     """
-    yield Row("Python", f"{host.versions['Python']} ({host.executable})")
     missing = [name for name in versions if name not in host.versions]
+    if not missing:
+        return Row("Packages", f"{len(versions) - 1} as on the driver")
     needed = [name for name in missing if any(name in other.versions for other in hosts)]
-    if missing:
-        pins = [f'"{name}=={versions[name]}"' for name in missing if name != "horovod"]
-        commands = [f"pip install {' '.join(pins)}"] if pins else []
-        commands += [INSTALL["horovod"]] if "horovod" in missing else []
-        remedy = f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
-        status = Status.PROBLEM if needed else Status.WARNING
-        yield Row("Packages", f"{', '.join(needed or missing)} missing", status, remedy)
-    else:
-        yield Row("Packages", f"{len(versions) - 1} as on the driver")
-    yield from doctor.diagnose_training(host.installation)
-    with_gpus = [other.name for other in hosts if other.installation.gpus]
-    if with_gpus and not host.installation.gpus:
-        found = f"none, where {', '.join(with_gpus)} has some"
-        yield Row("GPUs", found, Status.PROBLEM, _GPU_REMEDY)
-    if host.store:
-        yield Row("Store", f"cannot write: {host.store}", Status.PROBLEM, _STORE_REMEDY)
-    sent, received = times
-    ahead, behind = host.ended - received, sent - host.started  # at least
-    if max(ahead, behind) > _SKEW_SECONDS:
-        direction = "ahead of" if ahead > behind else "behind"
-        found = f"at least {max(ahead, behind):,.0f} s {direction} the driver's"
-        yield Row("Clock", found, Status.PROBLEM, _CLOCK_REMEDY)
+    pins = [f'"{name}=={versions[name]}"' for name in missing if name != "horovod"]
+    commands = [f"pip install {' '.join(pins)}"] if pins else []
+    commands += [INSTALL["horovod"]] if "horovod" in missing else []
+    remedy = f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
+    status = Status.PROBLEM if needed else Status.WARNING
+    return Row("Packages", f"{', '.join(needed or missing)} missing", status, remedy)
 
 
 def _allreduce(backend: SparkBackend, hosts: Sequence[HostFacts]) -> Iterator[Row]:
@@ -256,15 +204,7 @@ def _allreduce(backend: SparkBackend, hosts: Sequence[HostFacts]) -> Iterator[Ro
     for module, packages in libraries.items():
         if all(packages <= host.versions.keys() for host in hosts):
             started = time.monotonic()
-            doctor.check_sums(doctor.reduce_sums(backend, module), module)
+            doctor.reduce_sums(backend, module)
             found = f"{backend.num_processes()} processes in {time.monotonic() - started:.1f} s"
             yield Row("Allreduce", f"{found} with {module}")
             return
-
-
-def _store_row(backend: SparkBackend, store: Store) -> Row:
-    try:
-        backend.check_store(store)
-    except HvdEstimatorsError as error:
-        return Row("Store", str(error), Status.PROBLEM, _STORE_REMEDY)
-    return Row("Store", f"all hosts read what the driver writes to {store.folder}")

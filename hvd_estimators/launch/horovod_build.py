@@ -22,11 +22,8 @@ from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import DependencyError
 
 REVISION = 7
-"""Revision of the build, which a wheel records. Increment it if a change of the build, such as a
-patch, changes the wheel for the same versions."""
-
-REQUIRED_REVISION = 7
-"""Minimum revision that ranks need."""
+"""Revision of the build, which a wheel records, and the minimum that ranks need. Increment it if a
+change of the build, such as a patch, changes the wheel for the same versions."""
 
 BUILD_FILE = "horovod/hvd_estimators_build.py"
 """File of a wheel with the record of what it was built for."""
@@ -171,7 +168,7 @@ def patches_problem() -> str:
 
     Programs that do not use Horovod run without it, so a missing Horovod is no problem.
     """
-    if not is_horovod_installed() or installed_revision() >= REQUIRED_REVISION:
+    if not is_horovod_installed() or installed_revision() >= REVISION:
         return ""
     return (
         "The installed Horovod was built without the changes that ranks need to choose the "
@@ -195,7 +192,7 @@ def horovod_problem(framework: str) -> str | None:
     """
     if not is_horovod_installed():
         return "Horovod is not installed"
-    if installed_revision() < REQUIRED_REVISION:
+    if installed_revision() < REVISION:
         return "this Horovod was built without the patches that ranks need"
     installed = installed_version(*DISTRIBUTIONS[framework])
     if installed is None:
