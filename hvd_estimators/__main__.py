@@ -155,7 +155,6 @@ def _build(options: argparse.Namespace) -> int:
     # this process, and the compilers would continue.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        # Progress goes to standard error, so that a script can read the path from standard output.
         wheel = build_horovod(
             gpu=options.gpu,
             cache_dir=options.cache_dir,
@@ -163,7 +162,6 @@ def _build(options: argparse.Namespace) -> int:
             install=not options.no_install,
             jobs=options.jobs,
             with_compat=options.with_compat,
-            report=lambda line: print(line, file=sys.stderr, flush=True),
         )
     finally:
         signal.signal(signal.SIGTERM, before)

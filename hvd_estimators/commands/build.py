@@ -1,38 +1,31 @@
 """Build Horovod for the frameworks of this interpreter, cache the wheel, and install it.
 
-``hvd-estimators build-horovod`` is the command. This module runs the build: the cache, pip and
-progress reports. `toolchain` determines the requirements of a build and finds them on the machine.
+``hvd-estimators build-horovod`` is the command. This module runs the build: the cache and
+pip. `toolchain` determines the requirements of a build and finds them on the machine.
 `horovod_source` changes the source before the build.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from hvd_estimators._util.import_path import python_code, python_module
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.commands.horovod_source import PATCHES, unpack_source, write_build_files
+from hvd_estimators.commands.horovod_source import PATCHES, write_build_files
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
     SOURCE_SHA256,
     BuildRecipe,
     build_path,
-    check_system,
     default_jobs,
     detect_recipe,
     find_compiler,
@@ -40,32 +33,21 @@ from hvd_estimators.commands.toolchain import (
     find_nccl,
     missing_build_packages,
 )
-from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.horovod_build import describe_build, installed_horovod_spark
-
-Report = Callable[[str], None]
-"""Called with each line of progress."""
 
 _FIRST_ERRORS = 5
 _TAIL_LINES = 20
 _LINE_LENGTH = 200
-_REPORT_SECONDS = 15.0
 _ERROR = re.compile(r"\berror\b:|CMake Error", re.IGNORECASE)
-_PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a progress line of CMake
 _TOOLS = "tools"
 _SYSTEM_NCCL = "libnccl-dev, or HOROVOD_NCCL_HOME"
 
 
 def run_logged(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    output: BinaryIO,
-    report: Report,
-    what: str,
+    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, what: str
 ) -> None:
-    """Run `command` with its output in a file, and report its progress periodically."""
-    log = Path(output.name)
-    started = time.monotonic()
+    """Run `command` with its output in a file."""
     # A separate process group, so that make and its compilers end with pip if the build is stopped.
     process = subprocess.Popen(
         command,
@@ -76,21 +58,15 @@ def run_logged(
         start_new_session=True,
     )
     try:
-        while True:
-            try:
-                process.wait(timeout=_REPORT_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                minutes, seconds = divmod(int(time.monotonic() - started), 60)
-                report(f"  {minutes}:{seconds:02d} {_progress(log)}")
+        status = process.wait()
     except BaseException:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         raise
-    if process.returncode:
+    if status:
+        log = Path(output.name)
         raise BuildError(
-            f"{what} failed with exit status {process.returncode}. Excerpt of "
-            f"{log}:\n{_digest(log)}"
+            f"{what} failed with exit status {status}. Excerpt of {log}:\n{_digest(log)}"
         )
 
 
@@ -102,11 +78,9 @@ def _digest(log: Path) -> str:
     return "\n".join([*errors, *(["..."] if errors else []), *end])
 
 
-def _progress(log: Path) -> str:
-    with log.open("rb") as lines:
-        lines.seek(max(0, log.stat().st_size - 2**18))
-        steps = _PROGRESS.findall(lines.read())
-    return steps[-1].decode(errors="replace") if steps else "preparing"
+def _report(line: str) -> None:
+    # Standard output is for the path of the wheel alone.
+    print(line, file=sys.stderr, flush=True)
 
 
 def build_horovod(
@@ -117,7 +91,6 @@ def build_horovod(
     install: bool = True,
     jobs: int | None = None,
     with_compat: bool | None = None,
-    report: Report = print,
 ) -> Path:
     """Build Horovod for the installed frameworks, or find it in the cache, and install it.
 
@@ -137,8 +110,6 @@ def build_horovod(
         Whether the wheel's ``horovod.spark`` is `hvd_estimators.compat`. Otherwise it
         raises an ImportError that names the replacements. By default the setting of the installed
         Horovod.
-    report : callable
-        Called with each line of progress.
 
     Returns
     -------
@@ -148,15 +119,10 @@ def build_horovod(
     Raises
     ------
     DependencyError
-        If no framework, or no pip, is installed in this environment.
+        If no framework is installed in this environment.
     BuildError
         If the build could not start or failed; the message ends with the end of the build's log.
     """
-    if find_spec("pip") is None:
-        raise DependencyError(
-            f"{sys.executable} has no pip, which builds and installs the wheel. "
-            f"Install it: {sys.executable} -m ensurepip"
-        )
     if with_compat is None:
         with_compat = installed_horovod_spark() == "compat"
     recipe = detect_recipe(gpu, with_compat)
@@ -168,17 +134,14 @@ def build_horovod(
             f"Cannot keep wheels in {folder}: {error}. Name a folder that can be written: "
             "--cache-dir DIR, or HVD_ESTIMATORS_CACHE=DIR"
         ) from error
-    report(f"Horovod {recipe.horovod} for {describe_build(vars(recipe))}")
-    with _locked(folder / ".lock", report):
-        wheel = None if force else _wheel_in(folder)
-        if wheel:
-            report(f"found {wheel}")
-        else:
-            wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
-    if with_compat:
-        report("with hvd_estimators' horovod.spark")
+    _report(f"Horovod {recipe.horovod} for {describe_build(vars(recipe))}")
+    wheel = None if force else _wheel_in(folder)
+    if wheel:
+        _report(f"found {wheel}")
+    else:
+        wheel = build_wheel(recipe, folder, jobs=jobs)
     if install:
-        install_wheel(wheel, recipe, report=report)
+        install_wheel(wheel, recipe)
     return wheel
 
 
@@ -195,7 +158,6 @@ def build_wheel(
     folder: Path,
     *,
     jobs: int | None = None,
-    report: Report = print,
     pip: Sequence[str] = tuple(python_module("pip")),
 ) -> Path:
     """Build the recipe's wheel and move it into `folder` atomically.
@@ -208,8 +170,6 @@ def build_wheel(
         Folder of the cache that receives the wheel and ``build.log``.
     jobs : int, optional
         Number of compilers to run in parallel.
-    report : callable
-        Called with each line of progress.
     pip : sequence of str
         The command that runs pip.
 
@@ -219,7 +179,6 @@ def build_wheel(
         If a tool is missing, or pip failed; the message ends with the end of the log.
     """
     compiler = find_compiler()
-    check_system(recipe, compiler)
     jobs = jobs or default_jobs()
     log = folder / "build.log"
     # Inside the cache, so that the move at the end stays on one file system.
@@ -229,47 +188,40 @@ def build_wheel(
         with log.open("wb") as output:
             missing = missing_build_packages()
             if missing:
-                report(f"fetching build tools for this build only: {' '.join(missing)}")
+                _report(f"fetching build tools for this build only: {' '.join(missing)}")
                 command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
-                run_logged(command, environment, output, report, "Fetching the build tools")
-            source = _fetch_source(work, recipe, pip, environment, output, report)
+                run_logged(command, environment, output, "Fetching the build tools")
+            source = _fetch_source(work, recipe, pip, environment, output)
             for patch in PATCHES:
                 command = [*python_module("patch_ng"), "--directory", str(source), "--strip", "1"]
-                run_logged(
-                    [*command, str(patch)], environment, output, report, f"Applying {patch.name}"
-                )
+                run_logged([*command, str(patch)], environment, output, f"Applying {patch.name}")
             write_build_files(source, recipe.record())
-            report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
+            _report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
-                report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")
+                _report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
             # pip's cache identifies a wheel by its name alone, not by the framework it was built
             # for.
             command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
-            run_logged(
-                command, environment, output, report, f"Building for {describe_build(vars(recipe))}"
-            )
+            run_logged(command, environment, output, f"Building for {describe_build(vars(recipe))}")
         built = _wheel_in(work)
         if built is None:
             raise BuildError(f"The build ended well but made no wheel; its log is {log}")
         wheel = folder / built.name
         os.replace(built, wheel)
-    report(f"built {wheel}")
+    _report(f"built {wheel}")
     return wheel
 
 
-def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -> None:
-    """Install `wheel` into this interpreter's environment, unless this exact build is installed.
+def install_wheel(wheel: Path, recipe: BuildRecipe) -> None:
+    """Install `wheel` into this interpreter's environment.
 
     Raises
     ------
     BuildError
         If pip failed, or Horovod cannot be imported afterwards.
     """
-    if _is_installed(wheel) and _import_error(recipe) is None:
-        report("already installed")
-        return
-    report(f"installing into {sys.prefix}")
+    _report(f"installing into {sys.prefix}")
     command = [*python_module("pip"), "install", "--quiet", "--no-deps"]
     done = subprocess.run(
         [*command, "--force-reinstall", str(wheel)], text=True, capture_output=True
@@ -282,7 +234,7 @@ def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -
             f"Horovod is installed but does not import:\n{error}\nIf the framework was built on "
             f"this machine, rebuild Horovod: {BUILD_HOROVOD} --force"
         )
-    report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
+    _report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
 
 
 def _fetch_source(
@@ -291,7 +243,6 @@ def _fetch_source(
     pip: Sequence[str],
     environment: Mapping[str, str],
     output: BinaryIO,
-    report: Report,
 ) -> Path:
     """Download Horovod's source with pip, and unpack it; return its folder."""
     archives, unpacked = work / "archives", work / "source"
@@ -301,11 +252,10 @@ def _fetch_source(
     wanted.write_text(f"horovod=={recipe.horovod} --hash=sha256:{SOURCE_SHA256}\n")
     command = [*pip, "download", "--no-build-isolation", "--no-deps", "--no-binary", "horovod"]
     command += ["--dest", str(archives), "--require-hashes", "--requirement", str(wanted)]
-    run_logged(command, environment, output, report, "Fetching Horovod's source")
-    archive = next(iter(archives.glob("horovod-*.tar.gz")), None)
-    if archive is None:
-        raise BuildError(f"pip ended well but downloaded no source of Horovod {recipe.horovod}.")
-    return unpack_source(archive, unpacked)
+    run_logged(command, environment, output, "Fetching Horovod's source")
+    for archive in archives.glob("horovod-*.tar.gz"):
+        shutil.unpack_archive(archive, unpacked)
+    return unpacked / f"horovod-{recipe.horovod}"
 
 
 def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[str, str]:
@@ -340,29 +290,6 @@ def _linkable(nccl: Path, folder: Path) -> Path:
 
 def _wheel_in(folder: Path) -> Path | None:
     return next(iter(sorted(folder.glob("horovod-*.whl"))), None)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold an exclusive lock, which the system releases even if this process is killed."""
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another process builds the same wheel; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _is_installed(wheel: Path) -> bool:
-    """Return whether this environment's Horovod was installed from exactly this file."""
-    try:
-        origin = metadata.distribution("horovod").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return False
-    # Written by pip: https://packaging.python.org/en/latest/specifications/direct-url/
-    hashes = json.loads(origin or "{}").get("archive_info", {}).get("hashes", {})
-    return bool(hashes.get("sha256") == hashlib.sha256(wheel.read_bytes()).hexdigest())
 
 
 def _import_error(recipe: BuildRecipe) -> str | None:

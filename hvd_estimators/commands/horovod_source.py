@@ -15,14 +15,12 @@ from __future__ import annotations
 import inspect
 import pprint
 import shutil
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.horovod_build import BUILD_FILE, BUILD_VARIABLE, difference
 
 PATCHES = sorted(Path(__file__).with_name("patches").glob("*.patch"))
@@ -71,35 +69,6 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") == "1":
 _importlib.import_module("hvd_estimators.compat")
 _sys.modules[__name__] = _importlib.import_module("hvd_estimators.compat.spark")
 """
-
-
-def unpack_source(archive: Path, folder: Path) -> Path:
-    """Unpack a source distribution and return the folder of its ``setup.py``.
-
-    Parameters
-    ----------
-    archive : Path
-        A ``.tar.gz`` as pip downloads it.
-    folder : Path
-        An empty folder for the unpacked files.
-
-    Raises
-    ------
-    BuildError
-        If the archive cannot be read or is not a source distribution.
-    """
-    try:
-        with tarfile.open(archive) as packed:
-            if hasattr(tarfile, "data_filter"):
-                packed.extractall(folder, filter="data")
-            else:  # Python before 3.11.4
-                packed.extractall(folder)
-    except (tarfile.TarError, OSError) as error:
-        raise BuildError(f"Horovod's source {archive} cannot be unpacked: {error}") from error
-    found = next(iter(folder.glob("*/setup.py")), None)
-    if found is None:
-        raise BuildError(f"{archive} is not a source distribution: it contains no setup.py.")
-    return found.parent
 
 
 def write_build_files(source: Path, record: Mapping[str, Any]) -> None:

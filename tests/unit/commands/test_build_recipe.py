@@ -19,11 +19,7 @@ class TestRecipe:
             ("2.13.0", "2.21.0", 20),
             ("3.0.0", None, 20),
             ("2.12.1+cu126", "2.21.0", 17),
-            ("2.1.0", None, 17),
-            ("2.0.1", None, 14),
-            ("2.0.1", "2.12.0", 17),
             (None, "2.21.0", 17),
-            (None, "2.9.3", 14),
         ],
     )
     def test_cxx_standard_is_the_highest_that_a_framework_requires(
