@@ -7,17 +7,12 @@ asks the system.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import psutil
 
 
 @dataclass(frozen=True)
@@ -76,29 +71,6 @@ def _stat_of_psutil(pid: int) -> ProcessStat:
         raise ProcessLookupError(f"no process {pid}") from error
     except psutil.AccessDenied as error:
         raise PermissionError(f"no access to process {pid}") from error
-
-
-def related_processes(variable: str, value: str) -> list[psutil.Process]:
-    """Return the processes that an environment variable or the session relates to this one.
-
-    Processes of this session are included only if this process leads it.
-
-    Parameters
-    ----------
-    variable, value : str
-        The variable, and its value in processes that descend from this one. A system may hide the
-        variables of some programs.
-    """
-    import psutil
-
-    own, related = os.getpid(), []
-    is_leader = os.getsid(0) == own
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            in_session = is_leader and os.getsid(process.pid) == own
-            if process.pid != own and (in_session or process.environ().get(variable) == value):
-                related.append(process)
-    return related
 
 
 @functools.cache

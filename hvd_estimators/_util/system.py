@@ -13,8 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
 from typing import IO
 
 PLATFORM = sys.platform
@@ -22,7 +20,6 @@ PLATFORM = sys.platform
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PARENT_POLL_SECONDS = 0.5
 
 
 def available_cores() -> int:
@@ -76,44 +73,27 @@ def has_warm_start_calls() -> bool:
     )
 
 
-def adopt_orphans() -> bool:
-    """Make this process the parent of its descendants whose parents end.
-
-    Returns
-    -------
-    bool
-        False if the system cannot do this.
-    """
-    return _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose parents end. Linux only."""
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the system kill this process when its parent ends.
-
-    If the system cannot do this, a thread of this process looks for the parent every 0.5 s, and
-    kills the process group. While other code holds the interpreter's lock, the thread waits.
+    """Let the system kill this process when its parent ends. Linux only.
 
     Parameters
     ----------
     parent : int
         ID of the process that started this one. If it has already ended, so does this process.
     """
-    if not _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
+    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _die_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _control_process(option: int, value: int) -> bool:
-    """Call Linux's ``prctl``, which Python does not wrap; return whether it succeeded."""
+def _control_process(option: int, value: int) -> None:
+    """Call Linux's ``prctl``, which Python does not wrap."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0) == 0)
-    return False
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)

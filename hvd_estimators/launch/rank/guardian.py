@@ -8,10 +8,9 @@ extension may hold for minutes. Therefore the process that a rank's parent start
 becomes the guardian, which only waits, and its child becomes the rank. If the parent, the guardian
 or the rank ends for any reason, the processes below it end, too.
 
-Calls of Linux make this certain, and other systems have fallbacks (`hvd_estimators._util.system`).
-There, a rank whose guardian and parent were both killed ends when its code releases the interpreter
-lock. The guardian there recognises processes that the rank left behind by their session or their
-environment. On macOS, programs of the system that changed their session may survive.
+Calls of Linux make this certain. Where forks are unsafe, as on macOS, a thread of the rank waits
+for the end of the parent. It ends the rank and the processes of its group, as soon as the rank's
+code releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -25,25 +24,20 @@ import shutil
 import signal
 import socket
 import struct
-import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hvd_estimators._util.import_path import python_module
-from hvd_estimators._util.process_identity import related_processes
 from hvd_estimators._util.system import adopt_orphans, die_with_parent, forks_are_safe
-from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, grace_asked
+from hvd_estimators.launch.rank.graceful_stop import grace_asked
 
 if TYPE_CHECKING:
     import psutil
 
 PID_FILE = "rank.pid"
 """Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
-
-RANK_ARGUMENT = "--rank"
-"""First argument of the main program of a rank that its guardian did not fork."""
 
 _PARENT_POLL_SECONDS = 0.5
 # Helper processes, such as multiprocessing's resource tracker, clean up after the rank has ended.
@@ -63,7 +57,7 @@ def split_off_guardian(
     Call this while the process has only one thread. When all processes that the rank started have
     ended, the guardian ends like the rank, with the same status or by the same signal. On Linux
     the guardian adopts orphaned descendants of any session or process group. If forks are unsafe,
-    the guardian starts the main program with `RANK_ARGUMENT`, and this function never returns.
+    this process is the rank, without a guardian.
 
     Parameters
     ----------
@@ -80,21 +74,24 @@ def split_off_guardian(
     report : socket.socket, optional
         Socket to which the guardian sends its exit status, for a process that is not its parent.
     """
+    if not forks_are_safe():
+        threading.Thread(target=_end_with_parent, args=(directory, lifeline), daemon=True).start()
+        return
     guardian, parent = os.getpid(), os.getppid()
-    adopts = adopt_orphans()
+    adopt_orphans()
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
     # This makes poll() return when a child ends.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    rank = os.fork() if forks_are_safe() else _start_rank(directory, lifeline)
+    rank = os.fork()
     if rank:
         try:
             with contextlib.suppress(OSError):  # the rank may already have filled the disk
                 Path(directory, PID_FILE).write_text(str(rank))
             lifelines = [lifeline] if waiting is None else [lifeline, waiting]
             watched = parent if waiting is None else None
-            status = _guard(rank, directory, lifelines, waking, watched, adopts)
+            status = _guard(rank, directory, lifelines, waking, watched)
             if report is not None:
                 with contextlib.suppress(OSError):
                     report.send(struct.pack("i", status))
@@ -112,29 +109,21 @@ def split_off_guardian(
     die_with_parent(guardian)
 
 
-def _start_rank(directory: str, lifeline: int) -> int:
-    """Start the rank as a new program, which reads the same standard input; return its ID."""
-    os.set_inheritable(lifeline, False)
-    command = python_module("hvd_estimators.launch.rank.worker")
-    return os.posix_spawn(
-        sys.executable, [*command, RANK_ARGUMENT, directory, str(os.getpid())], os.environ
-    )
+def _end_with_parent(directory: str, lifeline: int) -> None:
+    """Wait for the end of the parent, and end this rank with its process group."""
+    os.read(lifeline, 1)
+    seconds = grace_asked(directory)
+    if seconds:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 class _Descendants:
-    """The processes that the rank has started, as far as the guardian has looked for them.
+    """The processes that the rank has started, as far as the guardian has looked for them."""
 
-    Parameters
-    ----------
-    adopts : bool
-        Whether the guardian is the parent of orphaned descendants.
-    directory : str
-        The rank's directory.
-    """
-
-    def __init__(self, adopts: bool, directory: str) -> None:
-        self.adopts = adopts
-        self._directory = directory
+    def __init__(self) -> None:
         self._started: set[psutil.Process] = set()
 
     def record(self) -> None:
@@ -142,8 +131,6 @@ class _Descendants:
         import psutil  # takes some memory, which guardians of running ranks need not hold
 
         self._started.update(psutil.Process().children(recursive=True))
-        if not self.adopts:
-            self._started.update(related_processes(DIRECTORY_VARIABLE, self._directory))
 
     def alive(self) -> set[int]:
         """Record descendants, and return the IDs of all recorded ones that have not ended."""
@@ -165,7 +152,6 @@ def _guard(
     lifelines: list[int],
     waking: int,
     parent: int | None,
-    adopts: bool,
 ) -> int:
     """Wait until the rank and its descendants have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -176,7 +162,7 @@ def _guard(
     poller = select.poll()
     for descriptor in (*lifelines, waking):
         poller.register(descriptor, select.POLLIN)
-    started = _Descendants(adopts, directory)
+    started = _Descendants()
     has_parent, deadline = True, math.inf
     while (status := _reap(rank)) is None:
         left = deadline - time.monotonic()
@@ -233,7 +219,7 @@ def _end_all(processes: _Descendants) -> None:
     started = time.monotonic()
     terminated: set[int] = set()
     # Most ranks leave none, and then psutil need not be imported.
-    while time.monotonic() - started < _KILL_SECONDS and (_has_children() or not processes.adopts):
+    while time.monotonic() - started < _KILL_SECONDS and _has_children():
         alive = processes.alive()
         is_patient = time.monotonic() - started < _GRACE_SECONDS
         for pid in alive:

@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from hvd_estimators._util.lazy_imports import after_import
-from hvd_estimators._util.system import die_with_parent
-from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, split_off_guardian
+from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
 from hvd_estimators.launch.rank.outcome import ErrorReport, UnusableHorovodError, report_error
 from hvd_estimators.launch.rank.preemption import PreemptionCheck, sending_sigterm
 
@@ -97,9 +96,6 @@ def _start(arguments: Sequence[str]) -> NoReturn:
         rank = serve(json.loads(arguments[1]))
         directory = rank.directory
         split_off_guardian(directory, rank.lifeline, rank.parent, rank.report)
-    elif arguments[0] == RANK_ARGUMENT:
-        directory = arguments[1]
-        die_with_parent(int(arguments[2]))
     else:
         directory = arguments[0]
         split_off_guardian(directory, int(arguments[1]))

@@ -15,7 +15,6 @@ from hvd_estimators._util import process_identity
 from hvd_estimators._util.process_identity import (
     pid_exists,
     process_stat,
-    related_processes,
     this_process,
 )
 
@@ -84,24 +83,6 @@ def test_states_and_parents_match_psutil(has_proc):
         grandchild.kill()
     with pytest.raises((FileNotFoundError, ProcessLookupError)):
         process_stat(child.pid)
-
-
-def test_processes_are_related_by_a_variable_across_sessions(has_proc):
-    """A session counts only for its leader, and a test's process is not a leader."""
-    variables = {**os.environ, "HVD_TEST_RELATED": "1"}
-    started = [
-        subprocess.Popen(["sleep", "60"], env=environment, start_new_session=apart)
-        for environment, apart in ((variables, True), (variables, False), (os.environ, False))
-    ]
-    try:
-        related = related_processes("HVD_TEST_RELATED", "1")
-
-        assert [p.pid for p in related] == [p.pid for p in started[:2]]
-        assert related_processes("HVD_TEST_RELATED", "2") == []
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 def test_macos_identifies_processes_by_its_boot(tmp_path):

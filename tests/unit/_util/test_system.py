@@ -2,14 +2,10 @@
 
 import ast
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from other_systems import like_macos
-from processes import ended, wait_until
 
 import hvd_estimators
 from hvd_estimators._util import system
@@ -30,7 +26,7 @@ WITH_FALLBACKS = {
     "_util/lazy_imports.py": "triton, which it is for, needs Linux, too",
     "_util/process_identity.py": "psutil and sysctl take the place of /proc",
     "_util/system.py": "each function has its fallback",
-    "launch/rank/guardian.py": "forks of one thread, where forks are safe",
+    "launch/rank/guardian.py": "no forks where they are unsafe",
     "launch/warm/client.py": "has_warm_start_calls switches it off",
     "launch/warm/server.py": "has_warm_start_calls switches it off",
 }
@@ -88,33 +84,3 @@ def test_warm_start_requires_all_of_its_system_calls(monkeypatch):
         assert not allows_warm_start({})
     monkeypatch.setattr(system, "PLATFORM", "darwin")
     assert not allows_warm_start({})
-
-
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_a_process_ends_with_its_parent_without_prctl(tmp_path, is_gone):
-    """Also if the parent ended before the process could look for it."""
-    child = (
-        "import os, time\n"
-        "from hvd_estimators._util.system import adopt_orphans, die_with_parent\n"
-        "assert not adopt_orphans()\n"
-        f"parent = 1 if {is_gone} else os.getppid()\n"
-        "die_with_parent(parent)\n"
-        "print(os.getpid(), flush=True)\n"
-        "time.sleep(100)\n"
-    )
-    parent = (
-        "import subprocess, sys, time\n"
-        f"process = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
-        "process.wait()\n"
-    )
-    started = time.monotonic()
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], env=like_macos(tmp_path), stdout=subprocess.PIPE
-    ) as process:
-        line = process.stdout.readline()
-        process.kill()
-    if is_gone:
-        assert line == b""
-    else:
-        wait_until(lambda: ended(int(line)))
-    assert time.monotonic() - started < 20

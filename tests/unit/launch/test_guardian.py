@@ -50,13 +50,10 @@ def start_and_hold_the_lock(path):
     ctypes.PyDLL(None).sleep(300)
 
 
-@pytest.fixture(params=["linux", "macos"])
-def environment(request, tmp_path):
-    """Return the environment of ranks on each system."""
-    if request.param == "linux":
-        return dict(os.environ)
-    (tmp_path / "bin").mkdir()
-    return like_macos(tmp_path / "bin")
+@pytest.fixture
+def environment():
+    """Return the environment of ranks."""
+    return dict(os.environ)
 
 
 @pytest.fixture
@@ -245,3 +242,28 @@ def test_a_rank_may_start_and_await_processes(environment):
 
     with RankProcess(3, "here", pickle_call(work, (), {}), environment) as process:
         assert pickle.loads(process.outcome().result) == ([0, 7], [1, 2])
+
+
+def test_without_safe_forks_a_rank_and_its_group_end_with_the_parent(tmp_path):
+    """As on macOS; a thread of the rank notices the parent's end."""
+    (tmp_path / "bin").mkdir()
+    path, program, call = (tmp_path / name for name in ("pids", "parent.py", "call"))
+
+    def start(path):
+        child = subprocess.Popen(["sleep", "300"])
+        partial = Path(f"{path}.partial")
+        partial.write_text(f"{os.getpid()} {child.pid}")
+        partial.rename(path)
+        time.sleep(300)
+
+    program.write_text(PARENT)
+    call.write_bytes(pickle_call(start, (str(path),), {}))
+    command = [sys.executable, program, call, "alone"]
+    parent = subprocess.Popen(command, env=like_macos(tmp_path / "bin"))
+    rank, child = pids(path)
+    assert psutil.Process(rank).ppid() == parent.pid
+
+    parent.kill()
+    parent.wait()
+
+    wait_until(lambda: ended(rank) and ended(child))
