@@ -21,6 +21,8 @@ _distributed: Any = torch.distributed
 class RendezvousStore(_distributed.Store):
     """Store over the rendezvous of the job, see ``torch.distributed.Store``.
 
+    It has no ``compare_set`` and ``num_keys``, which no process group uses.
+
     Parameters
     ----------
     client : RankClient
@@ -51,20 +53,6 @@ class RendezvousStore(_distributed.Store):
         _, total = self._client.request("add", key=key, amount=value)
         return int(total)
 
-    def compare_set(
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Replace a key's value if it is the expected one, and return the key's value.
-
-        An empty expected value also stands for a missing key. For a missing key with another
-        expected value, the expected value is returned.
-        """
-        expected = _as_bytes(expected_value)
-        answer, value = self._client.request(
-            "compare_set", _as_bytes(desired_value), key=key, expected=expected.decode("latin-1")
-        )
-        return value if answer["status"] == _OK else expected
-
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist, without waiting."""
         return self._exist(keys, 0.0)
@@ -89,11 +77,6 @@ class RendezvousStore(_distributed.Store):
         """Delete a key, and return whether it existed."""
         answer, _ = self._client.request("delete", key=key)
         return bool(answer["existed"])
-
-    def num_keys(self) -> int:
-        """Return the number of keys of all stores of the job."""
-        answer, _ = self._client.request("count")
-        return int(answer["count"])
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a key's value."""
@@ -126,9 +109,8 @@ class RendezvousStore(_distributed.Store):
         """Default time to wait for keys."""
         return self._limit
 
-    # torch's C++ code calls these methods by other names.
+    # torch's C++ code calls the method by another name.
     deleteKey = delete_key
-    getNumKeys = num_keys
 
     def _exist(self, keys: Sequence[str], seconds: float) -> bool:
         answer, _ = self._client.request("wait", keys=list(keys), seconds=seconds)

@@ -67,20 +67,15 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
     """
     received = bytearray()
     while len(received) < count:
-        received += receive_some(connection, count - len(received), deadline)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        part = connection.recv(min(count - len(received), 2**20))
+        if not part:
+            raise ConnectionResetError("The connection was closed.")
+        received += part
     return bytes(received)
-
-
-def receive_some(connection: socket.socket, most: int, deadline: float) -> bytes:
-    """Receive at least one byte, and at most the given number; raises as `receive_exactly` does."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    connection.settimeout(left)
-    part = connection.recv(min(most, 2**20))
-    if not part:
-        raise ConnectionResetError("The connection was closed.")
-    return part
 
 
 class Channel:

@@ -8,15 +8,13 @@ connection. Imports no framework.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK, AuthenticationError, Channel
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
@@ -32,13 +30,14 @@ TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 """Environment variable with the numeric address on which a rank's Gloo listens."""
 
-KEYS_SCOPE = "keys"
-"""First part of the path of each request of `RankClient`."""
+KEYS_PORT_VARIABLE = "HVD_ESTIMATORS_KEYS_PORT"
+"""Environment variable with the port of the rank's proxy for `RankClient`."""
+
+# The proxy itself waits for this time, and a little less.
+_PROXY_SECONDS = Patience().silence + 10.0
 
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
-
-_OK = 200
 
 
 class PeerLostError(ConnectionError):
@@ -205,30 +204,28 @@ RendezvousClient = LocalRendezvousClient | RemoteRendezvousClient
 
 
 class RankClient:
-    """Client for the rank's proxy. Runs in the rank.
+    """Client for the rank's proxy, on one connection. Runs in the rank.
 
     Parameters
     ----------
-    address : str
-        The proxy's address.
     port : int
         The proxy's port.
     token : str
-        The bearer token that the proxy expects.
+        The rank's token.
     """
 
-    def __init__(self, address: str, port: int, token: str) -> None:
-        self._endpoint = address, port
-        self._headers = {"Authorization": f"Bearer {token}"}
+    def __init__(self, port: int, token: str) -> None:
+        self._lock = threading.Lock()
+        self._channel = Channel.open((LOOPBACK, port), bytes.fromhex(token), _PROXY_SECONDS)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankClient | None:
         """Return the client for a rank's environment; None if another launcher started the rank."""
         if TOKEN_VARIABLE not in env:
             return None
-        return cls(env[PROXY_ADDRESS_VARIABLE], int(env[PROXY_PORT_VARIABLE]), env[TOKEN_VARIABLE])
+        return cls(int(env[KEYS_PORT_VARIABLE]), env[TOKEN_VARIABLE])
 
-    def request(self, kind: str, body: bytes = b"", **values: Any) -> tuple[dict[str, Any], bytes]:
+    def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
         """Send a message, and return the values and the bytes of its answer.
 
         Raises
@@ -236,24 +233,11 @@ class RankClient:
         ConnectionError
             If the task of rank 0 cannot be reached.
         """
-        patience = Patience()
-        # The proxy itself retries for this time.
-        seconds = patience.silence + 2 * patience.attempt
-        connection = http.client.HTTPConnection(*self._endpoint, timeout=seconds)
-        try:
-            head = json.dumps(values).encode()
-            path = f"/{KEYS_SCOPE}/{kind}"
-            connection.request("POST", path, head + b"\n" + body, self._headers)
-            answer = connection.getresponse()
-            content = answer.read()
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"The rank's parent sent no answer: {error!r}.") from error
-        finally:
-            connection.close()
-        if answer.status != _OK:
-            raise ConnectionError(
-                "The rendezvous in the task of rank 0 does not answer: status "
-                f"{answer.status} {content.decode(errors='replace')}"
-            )
-        head, _, content = content.partition(b"\n")
-        return json.loads(head), content
+        with self._lock:
+            try:
+                self._channel.send({"kind": kind, **values}, body)
+                return self._channel.receive(_PROXY_SECONDS, _PROXY_SECONDS)
+            except OSError as error:
+                raise ConnectionError(
+                    f"The rendezvous in the task of rank 0 does not answer: {error}"
+                ) from error

@@ -1,33 +1,26 @@
-"""Gloo's side of a rank: an HTTP rendezvous on the loopback interface, and the listening address.
+"""A rank's proxy of the rendezvous on the loopback interface, and the address to listen on.
 
-Horovod's C++ code supports only plain HTTP. It sends its requests to this server in the rank's
-parent, which forwards them over the job's authenticated connection. So does
-`hvd_estimators.launch.rendezvous.client.RankClient`. The rank authenticates with a token from
-its environment, which other users of the machine cannot read.
+The rank's parent forwards requests over the job's authenticated connection. Horovod's C++ code
+supports only plain HTTP. `hvd_estimators.launch.rendezvous.client.RankClient` uses a `Channel`. The
+rank authenticates with a token from its environment, which other users of the machine cannot read.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import re
 import secrets
 import socket
-import time
-from typing import Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Self
 
 import psutil
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import (
-    LOOPBACK,
-    Listener,
-    receive_exactly,
-    receive_some,
-)
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK, Channel, Listener
 from hvd_estimators.launch.rendezvous.client import (
     ADDRESS_VARIABLE,
-    KEYS_SCOPE,
+    KEYS_PORT_VARIABLE,
     PROXY_ADDRESS_VARIABLE,
     PROXY_PORT_VARIABLE,
     TOKEN_VARIABLE,
@@ -44,13 +37,11 @@ TORCH_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 """Environment variable of NCCL: the network interfaces that it uses; ``=`` means an exact name."""
 
-_MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
-_END_OF_HEAD = b"\r\n\r\n"
-_METHODS = ("PUT", "GET", "DELETE")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
-# Kinds of requests of `RankClient`, whose keys do not mix with the keys of Horovod's Gloo.
-_KEYS_KINDS = ("set", "get", "add", "append", "compare_set", "wait", "delete", "count")
+# Kinds of requests of `RankClient`, and their scope, which Horovod's Gloo does not have.
+_KEYS_KINDS = ("set", "get", "add", "append", "wait", "delete")
+_KEYS_SCOPE = "keys"
 # The scope that connects all ranks. Horovod connects it first.
 _GLOBAL_SCOPE = "global_"
 
@@ -58,7 +49,7 @@ _OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404,
 
 
 class GlooProxy:
-    """HTTP proxy for the rendezvous requests of one rank; used as a context manager.
+    """Proxy for the rendezvous requests of one rank; used as a context manager.
 
     Parameters
     ----------
@@ -70,89 +61,82 @@ class GlooProxy:
 
     def __init__(self, client: RendezvousClient, size: int) -> None:
         self._client = client
-        self._gloo_keys = GlooKeys(client, size)
-        self._token = secrets.token_hex(32)
-        self._listener = Listener(LOOPBACK, self._serve)
+        self.gloo_keys = GlooKeys(client, size)
+        self.token = secrets.token_hex(32)
+        self._listener = Listener(LOOPBACK, self._serve_horovod)
+        self._keys_listener = Listener(LOOPBACK, self._serve_keys)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables with this server's address and token."""
         return {
             PROXY_ADDRESS_VARIABLE: LOOPBACK,
             PROXY_PORT_VARIABLE: str(self._listener.port),
-            TOKEN_VARIABLE: self._token,
+            KEYS_PORT_VARIABLE: str(self._keys_listener.port),
+            TOKEN_VARIABLE: self.token,
         }
 
     def __enter__(self) -> Self:
         self._listener.listen()
+        self._keys_listener.listen()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._listener.close()
+        self._keys_listener.close()
 
-    def _serve(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + timeouts.GLOO_REQUEST
-        method, path, headers, begun = _head(connection, deadline)
-        given = headers.get("authorization", "")
+    def _serve_horovod(self, connection: socket.socket) -> None:
+        _Handler(connection, None, self)
+
+    def _serve_keys(self, connection: socket.socket) -> None:
+        key = bytes.fromhex(self.token)
+        channel = Channel.accept(connection, key, timeouts.GLOO_REQUEST)
+        while True:
+            message, body = channel.receive(timeouts.EVENT_IDLE)
+            kind = message.pop("kind", None)
+            if kind not in _KEYS_KINDS:
+                raise ValueError(f"a request of the kind {kind!r}")
+            answer, body = self._client.request(kind, body, **{**message, "scope": _KEYS_SCOPE})
+            channel.send(answer, body)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answer to one request of Horovod."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = timeouts.GLOO_REQUEST
+    server: Any
+
+    def answer(self) -> None:
+        given = f"{self.headers.get('authorization')}"
         body = b""
         # Check the token before any data of the job is read or sent.
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
             status = _UNAUTHORIZED
+        elif (length := int(self.headers.get("content-length", 0))) > _MOST_BODY_BYTES:
+            status = _BAD_REQUEST
+            body = f"a value has {length} bytes; at most {_MOST_BODY_BYTES} fit".encode()
         else:
-            length = headers.get("content-length", "0")
-            if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
-                status = _BAD_REQUEST
-                body = f"a value has {length} bytes; at most {_MOST_BODY_BYTES} fit".encode()
-            else:
-                rest = receive_exactly(connection, max(int(length) - len(begun), 0), deadline)
-                try:
-                    status, body = self._reply(method, path, begun + rest)
-                except PeerLostError:
-                    status = _UNAVAILABLE
-        connection.settimeout(timeouts.GLOO_REQUEST)
-        head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        connection.sendall(head.encode() + body)
+            status, body = self._reply(self.rfile.read(length))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
 
-    def _answer_keys(self, kind: str, content: bytes) -> tuple[int, bytes]:
-        """Answer a request of `RankClient`: JSON values and bytes, separated by a line break."""
-        if kind not in _KEYS_KINDS:
+    do_GET = do_PUT = do_DELETE = answer
+
+    def _reply(self, content: bytes) -> tuple[int, bytes]:
+        named = _PATH.fullmatch(self.path)
+        if named is None or named[1] == _KEYS_SCOPE:
             return _BAD_REQUEST, b""
-        values, _, body = content.partition(b"\n")
-        arguments = {**json.loads(values), "scope": KEYS_SCOPE}
-        answer, body = self._client.request(kind, body, **arguments)
-        return _OK, json.dumps(answer).encode() + b"\n" + body
+        try:
+            keys: GlooKeys = self.server.gloo_keys
+            return keys.request(self.command, named[1], named[2], content)
+        except PeerLostError:
+            return _UNAVAILABLE, b""
 
-    def _reply(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
-        if method == "POST" and path.startswith(f"/{KEYS_SCOPE}/"):
-            return self._answer_keys(path.removeprefix(f"/{KEYS_SCOPE}/"), content)
-        named = _PATH.fullmatch(path)
-        if named is None or method not in _METHODS:
-            return _BAD_REQUEST, b""
-        scope, key = named.groups()
-        if scope == KEYS_SCOPE:
-            return _BAD_REQUEST, b""
-        return self._gloo_keys.request(method, scope, key, content)
-
-
-def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str], bytes]:
-    """Receive a request's head and perhaps more.
-
-    Returns
-    -------
-    (str, str, dict, bytes)
-        The method, the path, the headers with names in lower case, and the bytes after the head.
-    """
-    received = bytearray()
-    while (end := received.find(_END_OF_HEAD)) < 0:
-        if len(received) > _MOST_HEAD_BYTES:
-            raise ConnectionAbortedError("A request's head is too long.")
-        received += receive_some(connection, _MOST_HEAD_BYTES, deadline)
-    first, *lines = received[:end].decode("latin-1").split("\r\n")
-    words = first.split(" ")
-    if len(words) != 3:
-        raise ConnectionAbortedError("A request is not HTTP.")
-    pairs = (line.partition(":") for line in lines)
-    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    return words[0], words[1], headers, bytes(received[end + len(_END_OF_HEAD) :])
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 def listening_environment(address: str) -> dict[str, str]:

@@ -103,9 +103,7 @@ class JobStore:
             "get_parts": self._get_parts,
             "add": self._add,
             "append": self._append,
-            "compare_set": self._compare_set,
             "wait": self._wait,
-            "count": self._count,
             "delete": self._delete,
             "alive": self._alive,
             "failed": self._fail,
@@ -193,21 +191,11 @@ class JobStore:
     def _append(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         return self._set(rank, scope, key, self._keys(scope).get(key, b"") + body)
 
-    def _compare_set(self, rank: int, scope: str, key: str, expected: str, body: bytes) -> Answer:
-        # Bytes in JSON are a string of as many characters. A missing key counts as empty.
-        if self._keys(scope).get(key, b"") == expected.encode("latin-1"):
-            self._set(rank, scope, key, body)
-        value = self._keys(scope).get(key)
-        return {"status": _NOT_FOUND if value is None else _OK}, value or b""
-
     def _wait(
         self, rank: int, scope: str, keys: Sequence[str], seconds: float, body: bytes
     ) -> Answer:
         exist = self._wait_for(scope, keys, min(seconds, timeouts.RENDEZVOUS_KEY))
         return {"status": _OK if exist else _NOT_FOUND}, b""
-
-    def _count(self, rank: int, scope: str, body: bytes) -> Answer:
-        return {"status": _OK, "count": len(self._keys(scope))}, b""
 
     def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         existed = self._keys(scope).pop(key, None) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import socket
 import threading
 from collections.abc import Iterator
@@ -81,21 +80,26 @@ def test_a_message_that_rank_0_does_not_know_ends_the_launch() -> None:
             wait_until(client.failure, 10)
         # It still serves other ranks.
         with RemoteRendezvousClient(server.endpoints[0], SECRET, 0, "host-0", PATIENCE) as other:
-            assert other.request("count", scope="s")[0]["count"] == 0
+            assert other.request("delete", scope="s", key="k")[0]["existed"] is False
 
 
-@pytest.mark.parametrize("content", [b"", b"5\n", b"[" * 5000, b'{"kind": "get"}\n', b"\xff\n"])
-def test_the_proxy_rejects_requests_of_a_rank_without_values(content: bytes) -> None:
-    with GlooProxy(LocalRendezvousClient(JobStore(), 0), 2) as proxy:
+@pytest.mark.parametrize(
+    ("kind", "values"), [("get", {}), ("alive", {}), ("set", {"key": "k", "scope": "s", "more": 1})]
+)
+def test_the_proxy_rejects_requests_of_a_rank_that_it_does_not_know(
+    kind: str, values: dict[str, Any]
+) -> None:
+    store = JobStore()
+    with GlooProxy(LocalRendezvousClient(store, 0), 2) as proxy:
         env = proxy.environment()
-        rank = RankClient.from_environment(env)
+        rank, other = RankClient.from_environment(env), RankClient.from_environment(env)
         assert rank is not None
-        connection = http.client.HTTPConnection(*rank._endpoint, timeout=10)
-        connection.request("POST", "/keys/count", content, rank._headers)
-        with pytest.raises(ConnectionError):
-            connection.getresponse()
-        connection.close()
-        assert rank.request("count")[0]["count"] == 0
+        assert other is not None
+        with pytest.raises(ConnectionError, match="does not answer"):
+            rank.request(kind, **values)
+        # A rank cannot reach the keys of Horovod's Gloo.
+        other.request("set", b"1", key="k", scope="global_")
+        assert store._scopes == {"keys": {"k": b"1"}}
 
 
 @pytest.fixture
