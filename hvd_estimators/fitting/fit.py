@@ -41,7 +41,7 @@ from hvd_estimators.fitting.progress import (
     show_progress,
 )
 from hvd_estimators.fitting.record import RunRecord, hyperparameters, recorded_params, start_record
-from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
+from hvd_estimators.fitting.restarts import FitLaunches, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults, run_paths
 from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.fitting.settings import Settings
@@ -485,7 +485,10 @@ class Fit:
         run.check_reading(spec.data)
         with CallTransfer(spec) as transfer:
             with transfer.describing_saved_state(trained=False):
-                launch = Launch(run, transfer, self.framework.train, spec_for, spec)
+                launches = FitLaunches(
+                    *(run, transfer, self.framework.train, spec_for, spec),
+                    *(settings.max_restarts, settings.min_num_proc),
+                )
             transfer.delete_others()
             started = time.monotonic()
             with (
@@ -497,20 +500,14 @@ class Fit:
                     transfer.describing_saved_state(trained=False),
                     show_progress(spec, run.newest) as shown,
                 ):
-                    limit, least = settings.max_restarts, settings.min_num_proc
-                    restarts = Restarts(run, spec, limit, least, record.restarted)
+                    env = {**({} if spec.use_gpu else HIDDEN), **settings.rank_environment}
                     handler = record.handler(shown)
-                    env = {
-                        **({} if spec.use_gpu else HIDDEN),
-                        **restarts.environment(),
-                        **settings.rank_environment,
-                    }
-                    results = restarts.launch(backend, lambda on: launch(on, env, handler))
+                    results = launches.results(backend, env, handler, record.restarted)
                 seconds = time.monotonic() - started
                 with transfer.describing_saved_state(trained=True):
-                    run_results = RunResults(transfer.read(results), launch.spec)
+                    run_results = RunResults(transfer.read(results), launches.spec)
                     model = self._wrap(run_results, trial)
-                    model._summary = self._summary(run_results, seconds, len(restarts.failures))
+                    model._summary = self._summary(run_results, seconds, len(launches.failures))
                     record.complete(
                         run_results.history,
                         model,

@@ -1,4 +1,4 @@
-"""Launches and restarts of a fit's ranks.
+"""Launches and relaunches of a fit's ranks.
 
 This module decides if and when the ranks are relaunched, and how many. The ranks themselves resume
 from the run's newest checkpoint. Runs on the driver.
@@ -7,10 +7,8 @@ from the run's newest checkpoint. Runs on the driver.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import logging
-import math
 import os
 import signal
 import threading
@@ -33,8 +31,8 @@ from hvd_estimators.launch.relaunch import RelaunchLoop, summary
 from hvd_estimators.launch.service.events import Handler
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
-from hvd_estimators.store.checkpoints import checkpoint_path, positions
-from hvd_estimators.store.paths import Position, manifest_of
+from hvd_estimators.store.checkpoints import positions
+from hvd_estimators.store.paths import Position
 from hvd_estimators.training.call_transfer import CallTransfer, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
@@ -45,66 +43,10 @@ _EXIT_SECONDS = 60.0
 # Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
 _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-# After the first of several notices, see `Restarts._leaving_pause`.
+# After the first of several notices, see `FitLaunches._leaving_pause`.
 _LEAVING_PAUSE = 10.0
 
 _LEAVING = "TrainingInterruptedError"
-
-
-class Launch:
-    """Launcher of a fit's ranks, called with a backend once per launch.
-
-    Parameters
-    ----------
-    run : Run
-        The run. Its fencing tokens stop ranks of earlier launches from writing.
-    transfer : CallTransfer
-        Writes the trainer and its spec to the store for the ranks.
-    train : callable
-        The function that every rank calls.
-    spec_for : callable
-        Returns the `TrainSpec` for a given number of ranks.
-    spec : TrainSpec
-        The spec of the first launch.
-
-    Attributes
-    ----------
-    spec : TrainSpec
-        The spec of the newest launch.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        transfer: CallTransfer,
-        train: Trainer,
-        spec_for: Callable[[int], TrainSpec],
-        spec: TrainSpec,
-    ) -> None:
-        self.spec = spec
-        self._run = run
-        self._transfer = transfer
-        self._train = train
-        self._spec_for = spec_for
-        self._call = transfer.put(train)
-        self._number = 0
-
-    def __call__(
-        self, backend: Backend, env: Mapping[str, str | None], handler: Handler
-    ) -> list[Any]:
-        """Launch the ranks and return their results."""
-        num_ranks = backend.num_processes()
-        if num_ranks != self.spec.data.num_ranks:
-            self.spec = self._spec_for(num_ranks)
-            self._call = self._transfer.put(self._train, self.spec)
-        call = replace(self._call, fence=self._run.fencing_token(self._number))
-        self._number += 1
-        run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows
-        purpose = f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"
-        with describing(purpose):
-            return backend.run(
-                train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler
-            )
 
 
 def warming_up(
@@ -150,50 +92,88 @@ def ending_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Restarts(RelaunchLoop):
-    """Restart policy for the launches of one fit.
+class FitLaunches(RelaunchLoop):
+    """Launches of one fit's ranks.
 
     Parameters
     ----------
     run : Run
-        The run, with its checkpoints before the fit.
+        The run, with its checkpoints before the fit. Its fencing tokens stop ranks of earlier
+        launches from writing.
+    transfer : CallTransfer
+        Writes the trainer and its spec to the store for the ranks.
+    train : callable
+        The function that every rank calls.
+    spec_for : callable
+        Returns the `TrainSpec` for a given number of ranks.
     spec : TrainSpec
         The spec of the first launch.
     limit : int
         Maximum number of restarts.
     least : int or None
         Minimum number of ranks; None for the number of the first launch.
-    note : callable
-        Called with the record of each restart.
+
+    Attributes
+    ----------
+    spec : TrainSpec
+        The spec of the newest launch.
     """
 
     def __init__(
         self,
         run: Run,
+        transfer: CallTransfer,
+        train: Trainer,
+        spec_for: Callable[[int], TrainSpec],
         spec: TrainSpec,
         limit: int,
         least: int | None,
-        note: Callable[[Mapping[str, Any]], None],
     ) -> None:
         timeout = seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
         super().__init__(least, None, timeout, "HOROVOD_ELASTIC_TIMEOUT")
-        self._run, self._spec, self._limit, self._note = run, spec, limit, note
+        self.spec, self._limit = spec, limit
+        self._run, self._transfer, self._train, self._spec_for = run, transfer, train, spec_for
+        self._call = transfer.put(train)
+        self._number = itertools.count()
         self._position, self._pauses = run.newest, _pauses()
-        self._started = math.inf
-        self._lost_seconds = 0.0
 
-    def launch(self, backend: Backend, run: Callable[[Backend], list[Any]]) -> list[Any]:
-        """Launch the ranks until a launch succeeds; see `RelaunchLoop.launch`."""
+    def results(
+        self,
+        backend: Backend,
+        env: Mapping[str, str | None],
+        handler: Handler,
+        note: Callable[[Mapping[str, Any]], None],
+    ) -> list[Any]:
+        """Launch the ranks until a launch succeeds, and return their results.
 
-        def timed(current: Backend) -> list[Any]:
-            self._started = time.monotonic()
-            return run(current)
+        Parameters
+        ----------
+        backend : Backend
+            Backend of the first launch.
+        env : mapping
+            Environment variables of the ranks.
+        handler : callable
+            Handler of the ranks' events.
+        note : callable
+            Called with the record of each restart.
+        """
+        # Ranks that all hang are found, too.
+        stalls = {STALL_VARIABLE: str(_STALL_SECONDS)} if self._limit else {}
+        self._env, self._handler, self._note = {**stalls, **env}, handler, note
+        return self.launch(backend)
 
-        return super().launch(backend, timed)
-
-    def environment(self) -> dict[str, str]:
-        """Return environment variables for the ranks that enable the detection of hangs."""
-        return {STALL_VARIABLE: str(_STALL_SECONDS)} if self._limit else {}
+    def run_on(self, backend: Backend) -> list[Any]:
+        """Launch the ranks once."""
+        num_ranks = backend.num_processes()
+        if num_ranks != self.spec.data.num_ranks:
+            self.spec = self._spec_for(num_ranks)
+            self._call = self._transfer.put(self._train, self.spec)
+        call = replace(self._call, fence=self._run.fencing_token(next(self._number)))
+        run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows
+        with describing(f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"):
+            return backend.run(
+                train_stored, args=(call,), kwargs={}, env=dict(self._env), on_event=self._handler
+            )
 
     def reason_to_end(self, error: WorkerFailedError) -> str | None:
         """Return why no restart may follow: the limit, the error, or another process's fit."""
@@ -208,12 +188,10 @@ class Restarts(RelaunchLoop):
         return None
 
     def after_failure(self) -> None:
-        """Find the checkpoint to resume from and the lost training, and pause."""
-        launched = time.monotonic() - self._started
+        """Find the checkpoint to resume from, and pause."""
         position = self._newest()
         if position != self._position:
             self._position, self._pauses = position, _pauses(0.0)
-        self._lost_seconds = self._seconds_since(position, launched)
         time.sleep(max(next(self._pauses), self._leaving_pause()))
 
     def _leaving_pause(self) -> float:
@@ -229,29 +207,16 @@ class Restarts(RelaunchLoop):
         """Return the newest checkpoint, waiting until the store is available."""
         while True:
             try:
-                return max(positions(self._spec.store, self._spec.run), default=None)
+                return max(positions(self.spec.store, self.spec.run), default=None)
             except StoreUnavailableError as error:
                 if time.monotonic() > self._deadline:
                     raise error from self.failures[-1]
                 time.sleep(_FIRST_PAUSE)
 
-    def _seconds_since(self, position: Position | None, launched: float) -> float:
-        """Return the seconds since a checkpoint, and at most since the launch."""
-        if position is None:
-            return launched
-        written = None
-        with contextlib.suppress(OSError):  # the ranks will find out if the store is available
-            path = manifest_of(checkpoint_path(self._spec.run, position))
-            written = self._spec.store.modified(path)
-        if written is None:
-            return launched
-        moment = datetime.datetime.now(datetime.UTC)
-        return min(launched, max((moment - written).total_seconds(), 0.0))
-
     def before_relaunch(self, num_ranks: int) -> None:
-        """Log and record a restart and the lost training."""
+        """Log and record a restart."""
         error, number = self.failures[-1], len(self.failures)
-        spec, position, epoch, step = self._spec, self._position, 0, 0
+        spec, position, epoch, step = self.spec, self._position, 0, 0
         if position is not None:
             epoch, step = position.epoch, spec.data.batches_before(position.epoch, position.rows)
             source = f"from the checkpoint of epoch {epoch + 1}, step {step}"
@@ -260,10 +225,8 @@ class Restarts(RelaunchLoop):
         else:
             source = "from the beginning, because the run has no checkpoint yet"
         logger.warning(
-            "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s: "
-            "%.1f s of training are lost.",
-            *(spec.run.run_id, summary(error), num_ranks, number, self._limit),
-            *(source, self._lost_seconds),
+            "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s.",
+            *(spec.run.run_id, summary(error), num_ranks, number, self._limit, source),
         )
         self._note(
             {
@@ -275,7 +238,6 @@ class Restarts(RelaunchLoop):
                 "num_ranks": num_ranks,
                 "epoch": epoch,
                 "step": step,
-                "lost_seconds": round(self._lost_seconds, 3),
             }
         )
 

@@ -391,7 +391,7 @@ def run_elastic(
         _renamed("min_num_proc", min_num_proc, "min_np", min_np),
         _renamed("max_num_proc", max_num_proc, "max_np", max_np),
     )
-    return ElasticLaunches(least, most, timeout, reset_limit).run(backend, call)
+    return ElasticLaunches(call, least, most, timeout, reset_limit).launch(backend)
 
 
 def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:

@@ -6,7 +6,7 @@ import abc
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import (
@@ -29,7 +29,7 @@ _MOST_FRUITLESS = 4
 class RelaunchLoop(abc.ABC):
     """Loop that launches ranks until a launch succeeds.
 
-    Subclasses decide which failures allow a relaunch.
+    Subclasses launch the ranks, and decide which failures allow a relaunch.
 
     Parameters
     ----------
@@ -53,6 +53,10 @@ class RelaunchLoop(abc.ABC):
         self._deadline = math.inf
 
     @abc.abstractmethod
+    def run_on(self, backend: Any) -> list[Any]:
+        """Launch the ranks once, and return their results."""
+
+    @abc.abstractmethod
     def reason_to_end(self, error: WorkerFailedError) -> str | None:
         """Return why no relaunch may follow a failure, as a clause; None if one may follow.
 
@@ -66,15 +70,13 @@ class RelaunchLoop(abc.ABC):
     def before_relaunch(self, num_ranks: int) -> None:
         """Report a relaunch after a failure of ranks."""
 
-    def launch(self, backend: Backend, run: Callable[[Backend], list[Any]]) -> list[Any]:
+    def launch(self, backend: Backend) -> list[Any]:
         """Launch the ranks until a launch succeeds, and return their results.
 
         Parameters
         ----------
         backend : Backend
             Backend of the first launch.
-        run : callable
-            Launches the ranks on a backend.
 
         Raises
         ------
@@ -88,7 +90,7 @@ class RelaunchLoop(abc.ABC):
         current = backend
         while True:
             try:
-                return run(current)
+                return self.run_on(current)
             except WorkerFailedError as error:
                 why = self.reason_to_end(error)
                 if why:
@@ -155,6 +157,8 @@ class ElasticLaunches(RelaunchLoop):
 
     Parameters
     ----------
+    call : tuple
+        The function, its arguments and keyword arguments.
     least, most : int
         Minimum and maximum number of ranks of a relaunch.
     timeout : float
@@ -163,23 +167,21 @@ class ElasticLaunches(RelaunchLoop):
         Maximum number of relaunches.
     """
 
-    def __init__(self, least: int, most: int, timeout: float, limit: int | None) -> None:
+    def __init__(
+        self, call: tuple[Any, ...], least: int, most: int, timeout: float, limit: int | None
+    ) -> None:
         super().__init__(least, most, timeout, "elastic_timeout, HOROVOD_ELASTIC_TIMEOUT")
-        self._limit = limit
+        self._call, self._limit = call, limit
         self._fruitless = 0
         self._commits = CommitStore()
         self._before = 0
 
-    def run(self, backend: Any, call: tuple[Any, ...]) -> list[Any]:
-        """Launch ranks until they return, and return their results."""
-
-        def run(current: Any) -> list[Any]:
-            self._before = self._commits.count
-            arguments = (*call, len(self.failures))
-            results: list[Any] = current.run_with_commits(run_in_rank, arguments, self._commits)
-            return results
-
-        return self.launch(backend, run)
+    def run_on(self, backend: Any) -> list[Any]:
+        """Launch the ranks once, with the states that were committed so far."""
+        self._before = self._commits.count
+        call = (*self._call, len(self.failures))
+        results: list[Any] = backend.run_with_commits(run_in_rank, call, self._commits)
+        return results
 
     def reason_to_end(self, error: WorkerFailedError) -> str | None:
         """Return why no relaunch may follow: the limit, or several launches without a commit."""

@@ -20,7 +20,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import Restarts
+from hvd_estimators.fitting.restarts import FitLaunches
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
@@ -88,8 +88,15 @@ def _clock() -> Callable[[], float]:
     return time.monotonic
 
 
+class Launches(FitLaunches):
+    """Launches whose ranks are those of a `FakeBackend`."""
+
+    def run_on(self, backend: Any) -> list[Any]:
+        return list(backend.launch(backend))
+
+
 class Fit:
-    """Stub of a fit for `Restarts`, with the notes that `Restarts` writes."""
+    """Stub of a fit for `FitLaunches`, with the notes that it writes."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         store = Store.create(str(folder / "store"))
@@ -102,7 +109,8 @@ class Fit:
         spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data, verbose=1)
         limit, least = options.get("max_restarts", 9), options.get("min_num_proc")
         self.run: Any = SimpleNamespace(lost=False, newest=None)
-        self.restarts = Restarts(self.run, spec, limit, least, self.notes.append)
+        transfer: Any = SimpleNamespace(put=lambda train: None)
+        self.launches = Launches(self.run, transfer, print, lambda ranks: spec, spec, limit, least)
 
     def checkpoint(self, epoch: int, step: int = 0) -> None:
         path = checkpoint_path(self.run_paths, Position(epoch, step * ROWS_OF_A_STEP))
@@ -110,7 +118,8 @@ class Fit:
         write_manifest(self.store, info)
 
     def fit(self, backend: FakeBackend) -> list[Any]:
-        return self.restarts.launch(backend, backend.launch)  # type: ignore[arg-type]
+        given: Any = backend
+        return self.launches.results(given, {}, print, self.notes.append)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_transient_failures_are_retried(
     assert len(backend.launches) == 1 + is_retried
 
 
-def test_lost_ranks_are_relaunched_and_lost_training_is_logged(
+def test_lost_ranks_are_relaunched_and_the_checkpoint_is_logged(
     tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     fit = Fit(tmp_path, max_restarts=3)
@@ -154,7 +163,7 @@ def test_lost_ranks_are_relaunched_and_lost_training_is_logged(
         for number, how in enumerate(("was killed", "has stalled", "was lost"), 1)
     ]
     assert "from the beginning, because the run has no checkpoint yet" in lines[0]
-    assert "from the checkpoint of epoch 2, step 4: 0." in lines[1]
+    assert lines[1].endswith("from the checkpoint of epoch 2, step 4.")
     assert [note["cause"] for note in fit.notes] == ["killed", "stalled", "lost"]
     assert [(note["epoch"], note["step"]) for note in fit.notes] == [(0, 0), (1, 4), (1, 4)]
     # After a new checkpoint there is no pause, and the pauses start over.
@@ -195,8 +204,10 @@ def test_recurring_errors_end_the_fit_unchanged(tmp_path: Path, pauses: list[flo
     with pytest.raises(WorkerFailedError) as unlimited:
         Fit(tmp_path, max_restarts=0).fit(FakeBackend(killed))
     assert unlimited.value is killed
-    assert Fit(tmp_path, max_restarts=0).restarts.environment() == {}
-    assert Fit(tmp_path).restarts.environment() == {STALL_VARIABLE: "1800"}
+    for limit, variables in ((0, {}), (9, {STALL_VARIABLE: "1800"})):
+        fit = Fit(tmp_path, max_restarts=limit)
+        assert fit.fit(FakeBackend()) == [2]
+        assert fit.launches._env == variables
     assert pauses == []
 
 
