@@ -24,9 +24,6 @@ from hvd_estimators.launch.rank.output import shortened
 ABORTED = "aborted"
 """Error type of a rank that was ended, or not started, because another rank failed."""
 
-NOT_STARTED = "not started"
-"""Error type of a rank whose machine cannot run it."""
-
 # Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 
@@ -116,8 +113,6 @@ class RankOutcome:
           long.
         - ``"aborted"``: the rank was ended or not started because another rank failed.
         - ``"lost"``: another rank could not be reached.
-        - ``"not started"``: the machine cannot run the rank, for example because the Python
-          executable does not exist.
     error : str
         The traceback, or a description of the failure if there is no traceback.
     output_tail : str
@@ -160,7 +155,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If a rank failed. It describes the failure of the rank that most likely failed first. It is
         a `WorkerStoreError` if that rank raised a `StoreError`.
     DependencyError
-        If a machine lacks a dependency of the rank, or the Python executable.
+        If a machine lacks a dependency of the rank.
     UnreachableError
         If the ranks' hosts cannot reach each other.
     GpuError
@@ -171,8 +166,6 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
         return [loads(outcome.result) for outcome in ordered if outcome.result is not None]
     first = min(failed, key=_blame)
-    if first.error_type == NOT_STARTED:
-        raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.report is not None and first.error_type == UnusableHorovodError.__name__:
         problem = first.report.headline.removeprefix(f"{first.error_type}: ")
         raise DependencyError(f"Rank {first.rank} on {first.host}: {problem}")

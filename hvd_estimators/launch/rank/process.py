@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import shutil
@@ -22,7 +21,7 @@ import cloudpickle
 from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.system import memory_file, signal_of
 from hvd_estimators._util.unpickle_imports import first_imports
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.hang_detection import (
@@ -31,15 +30,13 @@ from hvd_estimators.launch.rank.hang_detection import (
     read_progress,
     stall_environment,
 )
-from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
+from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader
 from hvd_estimators.launch.rank.worker import CALLED_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
-# Errors for a file that does not exist or is not executable.
-_NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.ELOOP)
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -131,7 +128,6 @@ class RankProcess:
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
-        self._start_error = ""
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
         self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
         self._patience = 0.0
@@ -191,8 +187,7 @@ class RankProcess:
 
     def outcome(self) -> RankOutcome:
         """Wait until the process ends, and return its outcome."""
-        if self._process is None:
-            return self._failure(NOT_STARTED, self._start_error)
+        assert self._process is not None
         status = self._process.wait()
         ended_at = time.time()
         self._report_call()
@@ -228,9 +223,8 @@ class RankProcess:
                 os.close(writing)
             if self._process is None:
                 self._close_pipes()
-        if self._process is not None:
-            names = {reading: name for (reading, _), name in zip(pipes, self._streams, strict=True)}
-            self._output = OutputReader(names, self._on_lines)
+        names = {reading: name for (reading, _), name in zip(pipes, self._streams, strict=True)}
+        self._output = OutputReader(names, self._on_lines)
 
     def _start_fresh(self, lifeline: int, output: int, errors: int) -> None:
         command = python_module("hvd_estimators.launch.rank.worker", self._executable)
@@ -246,18 +240,14 @@ class RankProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            if error.errno not in _NO_PROGRAM:
-                raise
-            self._start_error = (
-                f"cannot start the Python {self._executable!r}: {error.strerror}. Set executable "
-                "to a Python that is there on all machines, with this package installed."
-            )
+            raise DependencyError(
+                f"{self.host} cannot start the Python {self._executable!r}: {error.strerror}. Set "
+                "executable to a Python that is there on all machines, with this package installed."
+            ) from error
 
     def _failure(self, error_type: str, error: str, ended_at: float | None = None) -> RankOutcome:
-        tail = self._output.tail() if self._process is not None else ""
-        return RankOutcome(
-            self.rank, self.host, None, error_type, error, tail, ended_at or time.time()
-        )
+        tail, ended_at = self._output.tail(), ended_at or time.time()
+        return RankOutcome(self.rank, self.host, None, error_type, error, tail, ended_at)
 
     def _kill(self) -> None:
         """End the rank, if it runs, and all of its descendants."""
