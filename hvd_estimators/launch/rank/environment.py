@@ -83,32 +83,26 @@ def reserved_port() -> Iterator[int]:
         yield port
 
 
-def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
-    """Assign a rank to each task, contiguous on each host and within each executor.
+def assign_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
+    """Assign a rank to each task, contiguous on each host.
 
     Local ranks count the tasks of a host, not of an executor or container. Otherwise tasks that see
-    all GPUs of the machine could choose the same GPU. If containers see only their own GPUs, the
-    ranks of a container still choose different GPUs, because their local ranks are consecutive.
+    all GPUs of the machine could choose the same GPU.
 
     Parameters
     ----------
     hosts : sequence of str
         The host of each task.
-    executors : sequence of str, optional
-        The executor of each task. Default: one executor per host.
 
     Returns
     -------
     list of SlotInfo
         The slot of each task, in the order of the tasks. Task 0 has rank 0.
     """
-    groups = list(zip(hosts, executors or hosts, strict=True))
     sizes = Counter(hosts)  # in the order of the hosts' first tasks
     names = list(sizes)
-    # Hosts and executors are ordered by their first tasks.
     order = [names.index(host) for host in hosts]
-    firsts = [groups.index(group) for group in groups]
-    tasks = sorted(range(len(groups)), key=lambda task: (order[task], firsts[task], task))
+    tasks = sorted(range(len(hosts)), key=lambda task: (order[task], task))
     num_assigned: Counter[str] = Counter()
     slots: dict[int, SlotInfo] = {}
     for rank, task in enumerate(tasks):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import re
 import socket
 from collections import Counter
@@ -42,15 +41,6 @@ def host_identity() -> str:
         addresses = [a.address for entries in psutil.net_if_addrs().values() for a in entries]
         network = " ".join(sorted(set(addresses)))
     return f"{boot_id()} {network} {socket.gethostname()}"
-
-
-def executor_identity() -> str:
-    """Return a string that two tasks of a host share exactly if they share an executor.
-
-    The string combines the YARN container ID, if any, the PID namespace, and the ID of the process
-    that forks the executor's Python workers. Runs in a task.
-    """
-    return f"{os.environ.get('CONTAINER_ID', '')} {namespace_id('pid')} {os.getppid()}"
 
 
 def route_address(host: str) -> str:
@@ -133,8 +123,6 @@ class Host:
         Equal for two tasks if and only if they reach each other at the loopback address.
     name : str
         The host's name, for messages.
-    executor : str
-        Equal for two tasks of a host if and only if they belong to the same executor.
     address : str
         Numeric address at which the host is probably reachable.
     error : str
@@ -143,7 +131,6 @@ class Host:
 
     identity: str
     name: str
-    executor: str
     address: str
     error: str = ""
 
@@ -156,7 +143,7 @@ def this_host(preferred: str, driver: str, interfaces: Sequence[str], setting: s
     except UnreachableError as error:
         # This is not an error if all tasks run on one host.
         problem = str(error)
-    return Host(host_identity(), socket.gethostname(), executor_identity(), address, problem)
+    return Host(host_identity(), socket.gethostname(), address, problem)
 
 
 def names_and_addresses(hosts: Sequence[Host]) -> tuple[list[str], list[str]]:

@@ -44,7 +44,6 @@ from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.addresses import (
     NICS_HINT,
     Host,
-    executor_identity,
     host_identity,
     names_and_addresses,
     this_host,
@@ -156,7 +155,7 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
         check_machines(hosts, [peer["problem"] for peer in peers])
         names, addresses = names_and_addresses(hosts)
         # Task 0 has rank 0.
-        slots = assign_ranks(names, [host.executor for host in hosts])
+        slots = assign_ranks(names)
         slot, first = slots[task], slots[0]
 
         # Connection to the task of rank 0
@@ -217,7 +216,7 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
 
 def _this_host(context: BarrierTaskContext, settings: TaskSettings) -> Host:
     if settings.one_machine:
-        return Host(host_identity(), socket.gethostname(), executor_identity(), "")
+        return Host(host_identity(), socket.gethostname(), "")
     preferred = context.getTaskInfos()[context.partitionId()].address
     preferred = preferred.rpartition(":")[0].strip("[]")
     driver = settings.service.rsplit(":", 2)[0]

@@ -13,7 +13,6 @@ from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.task import addresses
 from hvd_estimators.launch.task.addresses import (
     Host,
-    executor_identity,
     host_identity,
     names_and_addresses,
     own_address,
@@ -21,7 +20,7 @@ from hvd_estimators.launch.task.addresses import (
 
 
 def host(address, name="node", identity=None, error=""):
-    return Host(identity or address, name, "executor", address, error)
+    return Host(identity or address, name, address, error)
 
 
 class TestHosts:
@@ -120,22 +119,6 @@ class TestOwnAddress:
             "GLOO_SOCKET_IFNAME": "eth1",
             "NCCL_SOCKET_IFNAME": "=eth1",
         }
-
-
-def test_an_executor_is_identified_by_its_process_and_yarn_container(monkeypatch):
-    monkeypatch.delenv("CONTAINER_ID", raising=False)
-    identity = executor_identity()
-    assert executor_identity() == identity
-
-    # Containers on one machine share its name, its network and often its process IDs.
-    monkeypatch.setenv("CONTAINER_ID", "container_1_0001_01_000002")
-    assert executor_identity() != identity
-    monkeypatch.delenv("CONTAINER_ID")
-    assert executor_identity() == identity
-
-    parent = addresses.os.getppid()
-    monkeypatch.setattr(addresses.os, "getppid", lambda: parent + 1)
-    assert executor_identity() != identity
 
 
 def test_a_host_identity_is_shared_within_a_host_and_differs_between_hosts(

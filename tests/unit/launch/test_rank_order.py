@@ -25,22 +25,6 @@ def test_ranks_of_a_host_are_contiguous_for_any_task_order():
     assert [slot.cross_size for slot in slots] == [2, 2, 2, 2, 1]
 
 
-@given(st.lists(st.sampled_from(["a1", "a2", "b1", "c1", "c2", "c3"]), min_size=1, max_size=12))
-def test_ranks_of_executors_are_contiguous_for_any_task_order(tasks):
-    slots = assign_ranks([task[0] for task in tasks], [task[1] for task in tasks])
-
-    assert sorted(slot.rank for slot in slots) == list(range(len(tasks)))
-    assert slots[0].rank == 0
-    for group in (lambda task: task[0], lambda task: task):
-        for wanted in set(map(group, tasks)):
-            ranks = sorted(
-                slot.rank for slot, task in zip(slots, tasks, strict=True) if group(task) == wanted
-            )
-            assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-    for slot, task in zip(slots, tasks, strict=True):
-        assert slot.hostname == task[0]
-
-
 def test_the_environment_identifies_the_rank():
     slot = assign_ranks(["a", "b", "a"])[2]
 

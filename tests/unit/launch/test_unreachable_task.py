@@ -54,8 +54,8 @@ def outcome_of_task_1(
 
 @pytest.mark.parametrize("how", ["refused", "silent"])
 def test_the_error_names_both_hosts_and_nics(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    north = Host("1", "north", "", "127.0.0.2")
-    south = Host("2", "south", "", "127.0.0.3")
+    north = Host("1", "north", "127.0.0.2")
+    south = Host("2", "south", "127.0.0.3")
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))
         if how == "silent":
@@ -71,7 +71,7 @@ def test_the_error_names_both_hosts_and_nics(monkeypatch: pytest.MonkeyPatch, ho
 
 
 def test_on_one_host_rank_0_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Host("1", "north", "", "127.0.0.2")
+    here = Host("1", "north", "127.0.0.2")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         outcome = outcome_of_task_1(monkeypatch, taken.getsockname()[1], here, here)
