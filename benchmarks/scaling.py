@@ -29,7 +29,7 @@ from benchmarks.figures import Record, compared, show_result, show_table
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, child_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
+from hvd_estimators.launch.rank.supervisor import start_rank, supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, RemoteRendezvousClient
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
@@ -207,21 +207,15 @@ def parent_of(
             client = RemoteRendezvousClient((address_of(0), port), secret, rank, "host-0")
             stack.enter_context(client)
         print(port, flush=True)
-        launcher = RankLauncher(
-            pickle_call(steps, (contender, CASES[case], count), {}),
-            secret,
-            lambda *of_rank: child_environment(dict(os.environ), *of_rank),
-            Master(address_of(0), MASTER_PORT, run_id),
-        )
         process = stack.enter_context(
-            launcher.start(
-                slots[rank],
-                address_of(rank),
-                client,
-                {},
-                lambda stream, lines: sys.stderr.writelines(lines),
-                separate_streams=False,
-                on_called=lambda: None,
+            start_rank(
+                *(slots[rank], address_of(rank), client),
+                call=pickle_call(steps, (contender, CASES[case], count), {}),
+                secret=secret,
+                environment=lambda *of_rank: child_environment(dict(os.environ), *of_rank),
+                master=Master(address_of(0), MASTER_PORT, run_id),
+                gpus={},
+                on_lines=lambda stream, lines: sys.stderr.writelines(lines),
             )
         )
         (outcome,) = supervise([process], client.failure)

@@ -24,12 +24,12 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.launch.service.events import (
     Event,
     Handler,
+    LaunchStart,
     RankMessage,
     RankOutput,
     RankProgress,
     RankWaiting,
 )
-from hvd_estimators.launch.service.launch_watch import observing_launches
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
 from hvd_estimators.store.paths import Position
 from hvd_estimators.training.spec import TrainSpec
@@ -300,10 +300,12 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
         return
     if newest is not None:
         _write_line(_resuming(spec, newest))
-    with contextlib.closing(_Display(spec, waiting)) as shown, observing_launches(shown.launch):
+    with contextlib.closing(_Display(spec, waiting)) as shown:
 
         def handle(event: Event) -> None:
-            if isinstance(event, RankProgress):
+            if isinstance(event, LaunchStart):
+                shown.launch(event.num_ranks)
+            elif isinstance(event, RankProgress):
                 shown.finish_launch()
                 shown.show(event)
                 losses.add(event)

@@ -28,7 +28,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.relaunch import RelaunchLoop, summary
-from hvd_estimators.launch.service.events import Handler
+from hvd_estimators.launch.service.events import Handler, LaunchStart
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import positions
@@ -168,6 +168,7 @@ class FitLaunches(RelaunchLoop):
         if num_ranks != self.spec.data.num_ranks:
             self.spec = self._spec_for(num_ranks)
             self._call = self._transfer.put(self._train, self.spec)
+        self._handler(LaunchStart(num_ranks))
         call = replace(self._call, fence=self._run.fencing_token(next(self._number)))
         run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows
         with describing(f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"):

@@ -29,12 +29,11 @@ from hvd_estimators.launch.rank.environment import (
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import LineHandler, Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
+from hvd_estimators.launch.rank.supervisor import start_rank, supervise
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK, new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
-from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.validation import (
@@ -130,22 +129,14 @@ class LocalBackend(Backend):
             warm = WarmStart(modules_of(call), [os.getpid()], idle_seconds(os.environ))
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
-        watch = LaunchWatch(self._num_proc, host)
-        store = JobStore()
+        secret, store = new_secret(), JobStore()
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
             service = stack.enter_context(DriverService(LOOPBACK))
             stack.enter_context(receive_events(service, handler))
             relays = [stack.enter_context(Relay(_shown_by(handler, slot.rank))) for slot in slots]
-            stack.enter_context(watch)
             port = stack.enter_context(reserved_port())
-            launcher = RankLauncher(
-                call,
-                new_secret(),
-                functools.partial(self._environment, service, env or {}),
-                Master(LOOPBACK, port, uuid.uuid4().hex),
-                warm=warm,
-            )
+            master = Master(LOOPBACK, port, uuid.uuid4().hex)
             given = {**os.environ, **self._env, **(env or {})}
 
             def start(slot: SlotInfo, relay: Relay) -> RankProcess:
@@ -153,14 +144,16 @@ class LocalBackend(Backend):
                     if stream in self._outlets.streams:
                         relay.put(stream, lines)
 
-                rank = launcher.start(
-                    slot,
-                    LOOPBACK,
-                    LocalRendezvousClient(store, slot.rank),
-                    rank_gpus([], [], slot.local_rank, slot.local_size, given),
-                    handle,
+                rank = start_rank(
+                    *(slot, LOOPBACK, LocalRendezvousClient(store, slot.rank)),
+                    call=call,
+                    secret=secret,
+                    environment=functools.partial(self._environment, service, env or {}),
+                    master=master,
+                    gpus=rank_gpus([], [], slot.local_rank, slot.local_size, given),
+                    on_lines=handle,
                     separate_streams=self._outlets.are_separate,
-                    on_called=functools.partial(watch.record_rank, slot.rank),
+                    warm=warm,
                 )
                 return stack.enter_context(rank)
 

@@ -1,6 +1,6 @@
 """Start and supervision of ranks, for all backends.
 
-`RankLauncher` assembles a rank's process. `supervise` ends the remaining ranks when one rank of the
+`start_rank` assembles a rank's process. `supervise` ends the remaining ranks when one rank of the
 job fails.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE
 from hvd_estimators.launch.rank.environment import (
@@ -36,89 +36,71 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
 
 
-@dataclass(frozen=True)
-class RankLauncher:
-    """Start of a job's ranks as children of this process.
+@contextlib.contextmanager
+def start_rank(
+    slot: SlotInfo,
+    address: str,
+    client: RendezvousClient,
+    *,
+    call: bytes,
+    secret: bytes,
+    environment: Callable[..., dict[str, str]],
+    master: Master,
+    gpus: Mapping[str, str],
+    on_lines: LineHandler,
+    separate_streams: bool = False,
+    on_called: Callable[[], None] = lambda: None,
+    executable: str | None = None,
+    warm: WarmStart | None = None,
+) -> Iterator[RankProcess]:
+    """Start one rank of a job, and end it and its descendants when the block ends.
 
-    Attributes
+    Parameters
     ----------
+    slot : SlotInfo
+        The rank's number, host and neighbours.
+    address : str
+        The address on which the rank listens.
+    client : RendezvousClient
+        Connection to the job's rendezvous.
     call : bytes
         The pickled call, from `hvd_estimators.launch.rank.process.pickle_call`.
     secret : bytes
         The job's secret.
     environment : callable
-        Returns a rank's complete environment, given the variables that the rank alone has. The
+        Returns the rank's complete environment, given the variables that the rank alone has. The
         user's variables take precedence over these.
     master : Master
         The job's meeting point for programs that do not use Horovod.
-    executable : str, optional
-        The Python executable. Default: the executable of this process.
-    warm : WarmStart, optional
-        Fork ranks from this warm process, if possible.
+    gpus : mapping
+        The variables that restrict the rank to its GPUs.
+    on_lines, separate_streams, on_called, executable, warm
+        See `RankProcess`.
     """
-
-    call: bytes
-    secret: bytes
-    environment: Callable[..., dict[str, str]]
-    master: Master
-    executable: str | None = None
-    warm: WarmStart | None = None
-
-    @contextlib.contextmanager
-    def start(
-        self,
-        slot: SlotInfo,
-        address: str,
-        client: RendezvousClient,
-        gpus: Mapping[str, str],
-        on_lines: LineHandler,
-        *,
-        separate_streams: bool,
-        on_called: Callable[[], None],
-    ) -> Iterator[RankProcess]:
-        """Start one rank, and end it and its descendants when the block ends.
-
-        Parameters
-        ----------
-        slot : SlotInfo
-            The rank's number, host and neighbours.
-        address : str
-            The address on which the rank listens.
-        client : RendezvousClient
-            Connection to the job's rendezvous.
-        gpus : mapping
-            The variables that restrict the rank to its GPUs.
-        on_lines : callable
-            Handler of the rank's output.
-        separate_streams : bool
-            Whether the rank has a separate pipe for each stream; see `RankProcess`.
-        on_called : callable
-            Called once the process has called its function, or has ended.
-        """
-        with GlooProxy(client, slot.size) as proxy:
-            # The user's variables may show a rank other GPUs, too.
-            given = self.environment(gpus)
-            visible = given.get(VISIBLE_VARIABLE)
-            has_own_gpus = bool(visible) and visible == gpus.get(VISIBLE_VARIABLE)
-            listening = listening_environment(address)
-            if NCCL_INTERFACE_VARIABLE in given:
-                del listening[NCCL_INTERFACE_VARIABLE]
-            env = self.environment(
-                rank_environment(slot),
-                torchrun_environment(slot, self.master, has_own_gpus),
-                listening,
-                proxy.environment(),
-                ranks_key(self.secret),
-                gpus,
-            )
-            with RankProcess(
-                *(slot.rank, slot.hostname, self.call, env, on_lines),
-                executable=self.executable,
-                separate_streams=separate_streams,
-                warm=self.warm,
-                on_called=on_called,
-            ) as process:
-                yield process
+    with GlooProxy(client, slot.size) as proxy:
+        # The user's variables may show a rank other GPUs, too.
+        given = environment(gpus)
+        visible = given.get(VISIBLE_VARIABLE)
+        has_own_gpus = bool(visible) and visible == gpus.get(VISIBLE_VARIABLE)
+        listening = listening_environment(address)
+        if NCCL_INTERFACE_VARIABLE in given:
+            del listening[NCCL_INTERFACE_VARIABLE]
+        env = environment(
+            rank_environment(slot),
+            torchrun_environment(slot, master, has_own_gpus),
+            listening,
+            proxy.environment(),
+            ranks_key(secret),
+            gpus,
+        )
+        with RankProcess(
+            *(slot.rank, slot.hostname, call, env, on_lines),
+            executable=executable,
+            separate_streams=separate_streams,
+            warm=warm,
+            on_called=on_called,
+        ) as process:
+            yield process
 
 
 def supervise(

@@ -158,6 +158,21 @@ class RankStage:
 
 
 @dataclass(frozen=True)
+class LaunchStart:
+    """Start of a launch, from the driver itself.
+
+    Attributes
+    ----------
+    num_ranks : int
+        Number of ranks.
+    """
+
+    kind: ClassVar[str] = "launch"
+
+    num_ranks: int
+
+
+@dataclass(frozen=True)
 class RankWaiting:
     """Step times of a rank; each rank reports them once per minute of training.
 
@@ -184,7 +199,7 @@ class RankWaiting:
     waited: float
 
 
-Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | RankWaiting
+Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | RankWaiting | LaunchStart
 
 
 Handler = Callable[[Event], None]

@@ -6,12 +6,10 @@ far as they have reported.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Self
 
 from hvd_estimators.launch import timeouts
@@ -21,19 +19,6 @@ from hvd_estimators.launch.stage import EXPLANATIONS, Stage
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED_RANKS = 8
-
-
-_observer: ContextVar[Callable[[int], None] | None] = ContextVar("observer", default=None)
-
-
-@contextlib.contextmanager
-def observing_launches(observe: Callable[[int], None]) -> Iterator[None]:
-    """Call a function with the number of ranks of each launch that this thread begins."""
-    token = _observer.set(observe)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
 
 
 class LaunchWatch:
@@ -46,25 +31,14 @@ class LaunchWatch:
     ----------
     num_ranks : int
         Number of ranks.
-    host : str
-        Name of the machine on which this process starts the ranks. Empty if Spark's tasks start
-        them.
     """
 
-    def __init__(self, num_ranks: int, host: str = "") -> None:
-        self._host = host
+    def __init__(self, num_ranks: int) -> None:
         self._lock = threading.Lock()
-        first = Stage.CONNECTED if host else Stage.WAITING
-        self._stages = {
-            number: RankStage(number if host else -1, number, host, first)
-            for number in range(num_ranks)
-        }
+        self._stages = {task: RankStage(-1, task, "", Stage.WAITING) for task in range(num_ranks)}
         self._since = dict.fromkeys(self._stages, time.monotonic())
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        observe = _observer.get()
-        if observe is not None:
-            observe(num_ranks)
 
     def handler(self, handler: Handler) -> Handler:
         """Return an event handler that records stages and passes on all other events."""
@@ -92,10 +66,6 @@ class LaunchWatch:
             self._stages[event.task] = event
             self._since[event.task] = time.monotonic()
         logger.info("%s is %s", _title(event), stage.label)
-
-    def record_rank(self, rank: int) -> None:
-        """Record that a rank that this process has started is in its function."""
-        self.record(RankStage(rank, rank, self._host, Stage.FUNCTION))
 
     def __enter__(self) -> Self:
         self._thread.start()

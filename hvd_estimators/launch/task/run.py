@@ -28,7 +28,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import RankOutcome
-from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
+from hvd_estimators.launch.rank.supervisor import failure_of, start_rank, supervise
 from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
@@ -183,24 +183,20 @@ def _run_rank(context: BarrierTaskContext, settings: TaskSettings) -> RankOutcom
         driver.send(report(Stage.CONNECTED))
 
         # Process
-        launcher = RankLauncher(
-            settings.call,
-            settings.secret,
-            functools.partial(task_environment, settings),
-            Master(addresses[0], **peers[0]["master"]),
-            settings.executable,
-            warm_start(settings),
-        )
         with (
             TaskOutput(slot.rank, settings, driver) as output,
-            launcher.start(
-                slot,
-                addresses[task],
-                client,
-                gpu_variables(context, settings, slot),
-                output.handle,
+            start_rank(
+                *(slot, addresses[task], client),
+                call=settings.call,
+                secret=settings.secret,
+                environment=functools.partial(task_environment, settings),
+                master=Master(addresses[0], **peers[0]["master"]),
+                gpus=gpu_variables(context, settings, slot),
+                on_lines=output.handle,
                 separate_streams=settings.separate_streams,
                 on_called=functools.partial(output.report, report(Stage.FUNCTION)),
+                executable=settings.executable,
+                warm=warm_start(settings),
             ) as process,
         ):
             (outcome,) = supervise([process], client.failure)

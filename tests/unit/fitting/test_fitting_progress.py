@@ -23,12 +23,12 @@ from hvd_estimators.fitting.progress import (
     show_progress,
 )
 from hvd_estimators.launch.service.events import (
+    LaunchStart,
     RankMessage,
     RankOutput,
     RankProgress,
     RankWaiting,
 )
-from hvd_estimators.launch.service.launch_watch import LaunchWatch
 
 
 class Terminal(io.StringIO):
@@ -192,7 +192,7 @@ def test_launches_are_shown_and_relaunches_begin_again(
     with showing_in(place):
         with show_progress(spec(epochs=1)) as handle:
             for num_ranks, processes in ((2, "2 processes"), (1, "1 process")):
-                LaunchWatch(num_ranks, "host")
+                handle(LaunchStart(num_ranks))
                 wait_for(f"Starting {processes}")
             handle(progress(0, 4, epochs=1))
 

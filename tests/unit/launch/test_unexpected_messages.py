@@ -141,7 +141,7 @@ def test_the_exchange_ignores_messages_of_no_task(service: DriverService, effort
 
 def test_a_stage_of_another_version_does_not_end_the_watch() -> None:
     passed: list[Any] = []
-    with LaunchWatch(1, "host") as watch:
+    with LaunchWatch(1) as watch:
         handle = watch.handler(passed.append)
         for stage in (99, -1, "late", None):
             with pytest.raises(ValueError, match="is not a valid Stage"):
