@@ -5,22 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any
 
 import pyspark
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark import SparkContext
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import DependencyError
-
-NO_JVM = (
-    "This cluster lets Python call only listed methods of Spark's JVM (py4j security, as with "
-    "table access control). hvd_estimators does not support this: it asks the JVM for task slots "
-    "and starts barrier jobs. Use a cluster that one user has to itself."
-)
-"""Message about a session whose JVM refuses calls."""
 
 _session: contextvars.ContextVar[SparkSession | None] = contextvars.ContextVar(
     "hvd_estimators session", default=None
@@ -62,30 +52,16 @@ def current_session() -> SparkSession:
         ) from error
 
 
-def _check_jvm(context: SparkContext) -> None:
-    java: Any = getattr(context, "_jsc", None)
-    try:
-        if java is not None:
-            java.sc()
-    except (Py4JError, ConnectionError) as error:
-        # The calls that follow report a JVM that has ended.
-        if "Py4JSecurityException" in str(error):
-            raise DependencyError(f"{NO_JVM} Spark says: {str(error)[:500]}") from error
-
-
 def is_connect(session: SparkSession) -> bool:
     """Return whether a session is a Spark Connect session, with the application on a server.
 
     Raises
     ------
     DependencyError
-        If it is a Connect session of PySpark 3.5, whose clients receive no progress reports. If it
-        is a classic session whose JVM refuses calls.
+        If it is a Connect session of PySpark 3.5, whose clients receive no progress reports.
     """
     try:
-        context = session.sparkContext
-        if context is not None:
-            _check_jvm(context)
+        if session.sparkContext is not None:
             return False
     except (AttributeError, NotImplementedError):
         pass

@@ -103,23 +103,14 @@ def installed_record() -> dict[str, Any]:
     return {}
 
 
+@functools.cache
 def read_record(text: str) -> dict[str, Any]:
     """Return the record in the text of a `BUILD_FILE` file, without running it."""
+    record = text.partition(f"{BUILD_VARIABLE} = ")[2].partition("\n\n")[0]
     # Concurrent fits of a grid check their build. CPython up to 3.11.7 and 3.12.1 may raise
     # SystemError if two threads parse (python/cpython#106905).
     with _parsing:
-        return dict(_parsed_record(text))
-
-
-@functools.lru_cache(maxsize=4)
-def _parsed_record(text: str) -> dict[str, Any]:
-    for statement in ast.parse(text).body:
-        if isinstance(statement, ast.Assign):
-            (target,) = statement.targets
-            if isinstance(target, ast.Name) and target.id == BUILD_VARIABLE:
-                record: dict[str, Any] = ast.literal_eval(statement.value)
-                return record
-    return {}
+        return dict(ast.literal_eval(record))
 
 
 def describe_build(record: Mapping[str, Any]) -> str:

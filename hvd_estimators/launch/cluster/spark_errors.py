@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 
-from hvd_estimators._util.spark_session import NO_JVM
 from hvd_estimators.exceptions import (
     DependencyError,
     HvdEstimatorsError,
@@ -47,7 +46,6 @@ _KINDS: list[tuple[str, type[HvdEstimatorsError], str]] = [
         SlotsError,
         "The cluster has fewer task slots than ranks.",
     ),
-    (r"Py4JSecurityException", DependencyError, NO_JVM),
     (
         r"Cannot run program|Python in worker has different version|PYTHON_VERSION_MISMATCH"
         r"|ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",

@@ -116,15 +116,6 @@ BARRIER = (
             WorkerFailedError,
             "An executor.*code 52",
         ),
-        (
-            BARRIER.format(
-                "org.apache.spark.SparkException: An error occurred while calling o137.collect. "
-                "Trace: py4j.security.Py4JSecurityException: Method public int size() is not "
-                "whitelisted on class java.util.HashMap"
-            ),
-            DependencyError,
-            "py4j security.*java.util.HashMap",
-        ),
         # The reasons are those of YarnAllocator, CoarseGrainedSchedulerBackend and
         # StandaloneSchedulerBackend in Spark.
         *(
