@@ -7,13 +7,12 @@ import collections
 import io
 import locale
 import logging
-import math
 import os
 import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
@@ -150,42 +149,6 @@ def _until_failure(deliver: Callable[..., Any]) -> Callable[..., None]:
     return attempt
 
 
-class Tail:
-    """The last lines of a text, and the number of lines before them. Any thread may add lines.
-
-    Parameters
-    ----------
-    most_chars : int
-        Maximum number of characters.
-    most_lines : float
-        Maximum number of lines. Default: no limit.
-    """
-
-    def __init__(self, most_chars: int, most_lines: float = math.inf) -> None:
-        self._lock = threading.Lock()
-        self._lines: collections.deque[str] = collections.deque()
-        self._most_chars, self._most_lines = most_chars, most_lines
-        self._chars = 0
-        self.count = 0
-        """Number of all lines so far."""
-
-    def add(self, lines: Iterable[str]) -> None:
-        """Add lines."""
-        with self._lock:
-            for line in lines:
-                self.count += 1
-                self._lines.append(line)
-                self._chars += len(line)
-                while self._chars > self._most_chars or len(self._lines) > self._most_lines:
-                    self._chars -= len(self._lines.popleft())
-
-    def text(self) -> str:
-        """Return the lines, after a line about omitted ones."""
-        with self._lock:
-            left_out = self.count - len(self._lines)
-            return f"{lines_left_out(left_out) if left_out else ''}{''.join(self._lines)}"
-
-
 class _Stream:
     """Decoder that splits the bytes of one of a process's streams into lines of limited length."""
 
@@ -219,7 +182,8 @@ class OutputReader:
     """
 
     def __init__(self, streams: Mapping[int, str], on_lines: LineHandler) -> None:
-        self._tail = Tail(_TAIL_CHARS, _TAIL_LINES)
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._num_lines = 0
         self._process_ended = threading.Event()
         self._on_lines = _until_failure(on_lines)
         self._streams = {pipe: _Stream(self._handler(name)) for pipe, name in streams.items()}
@@ -241,8 +205,11 @@ class OutputReader:
         return not self._thread.is_alive()
 
     def tail(self) -> str:
-        """Return the end of the output."""
-        return self._tail.text()
+        """Return the end of the output, after a line about omitted ones."""
+        lines = self._last_lines.copy()
+        left_out = self._num_lines - len(lines)
+        text = "".join(lines)[-_TAIL_CHARS:]
+        return f"{lines_left_out(left_out) if left_out else ''}{text}"
 
     def _read(self) -> None:
         poller = select.poll()
@@ -268,7 +235,8 @@ class OutputReader:
 
     def _handler(self, name: str) -> Callable[[list[str]], None]:
         def handle(lines: list[str]) -> None:
-            self._tail.add(lines)
+            self._num_lines += len(lines)
+            self._last_lines += lines
             self._on_lines(name, lines)
 
         return handle
