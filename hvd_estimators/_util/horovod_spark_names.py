@@ -1,7 +1,6 @@
 """Table of the public names of ``horovod.spark``: homes in this package, or replacements.
 
-`hvd_estimators.compat` serves these modules, and ``build-horovod --with-compat`` writes them into
-the wheel for type checkers. Plain data; imports nothing.
+`hvd_estimators.compat` serves these modules. Plain data; imports nothing.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ them, the source gets two things that depend on the build:
 
 * `BUILD_FILE` states what the wheel is built for. It provides the wheel's version and
   requirements, and imports of ``horovod.torch`` and ``horovod.tensorflow`` check it.
-* With ``--with-compat``, modules of the same names replace the complete ``horovod.spark``. They
-  re-export `hvd_estimators.compat`.
+* With ``--with-compat``, `hvd_estimators.compat` replaces the complete ``horovod.spark``.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.launch.horovod_build import BUILD_FILE, BUILD_VARIABLE, difference
 
 PATCHES = sorted(Path(__file__).with_name("patches").glob("*.patch"))
 """Changes of the source, in the order in which they apply."""
-
-_SIGN = "# Written by hvd-estimators build-horovod"
 
 _RECORD_MODULE = '''\
 """Written by hvd-estimators build-horovod: what this Horovod was built for, and a check of it."""
@@ -51,9 +47,8 @@ def check(framework):
 '''
 
 # `hvd_estimators.compat.finder` looks for the attribute.
-_COMPAT_SIGN = f"{_SIGN} --with-compat, in the place of Horovod's own."
-_COMPAT_PACKAGE = f"""\
-{_COMPAT_SIGN}
+_COMPAT_PACKAGE = """\
+# Written by hvd-estimators build-horovod --with-compat, in the place of Horovod's own.
 import importlib as _importlib
 import os as _os
 import sys as _sys
@@ -84,9 +79,8 @@ def write_build_files(source: Path, record: Mapping[str, Any]) -> None:
     (source / BUILD_FILE).write_text(record_module(record))
     if record["compat"]:
         shutil.rmtree(source / "horovod/spark")
-        for name, text in compat_modules().items():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_text(text)
+        (source / "horovod/spark").mkdir()
+        (source / "horovod/spark/__init__.py").write_text(_COMPAT_PACKAGE)
 
 
 def record_module(record: Mapping[str, Any]) -> str:
@@ -97,20 +91,3 @@ def record_module(record: Mapping[str, Any]) -> str:
         difference=inspect.getsource(difference),
         build=BUILD_HOROVOD,
     )
-
-
-def compat_modules() -> dict[str, str]:
-    """Return the files that replace ``horovod/spark``: paths in the source to contents."""
-    modules = {"horovod/spark/__init__.py": _COMPAT_PACKAGE}
-    for key, homes in HOMES.items():
-        if not key:
-            continue
-        path = key.replace(".", "/")
-        is_package = any(module.startswith(f"{key}.") for module in HOMES)
-        lines = [_COMPAT_SIGN]
-        for name, home in sorted(homes.items()):
-            module, _, original_name = home.partition(":")
-            lines.append(f"from {module} import {original_name or name} as {name}")
-        file = f"{path}/__init__.py" if is_package else f"{path}.py"
-        modules[f"horovod/spark/{file}"] = "".join(f"{line}\n" for line in lines)
-    return modules
