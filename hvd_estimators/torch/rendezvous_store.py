@@ -42,11 +42,7 @@ class RendezvousStore(_distributed.Store):
 
     def get(self, key: str) -> bytes:
         """Return a key's value; wait until the key exists."""
-        while True:
-            self.wait([key])
-            answer, value = self._client.request("get", keys=[key])
-            if answer["status"] == _OK:  # Otherwise, another rank has deleted the key.
-                return value
+        return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
         """Add to a key's number, which starts at 0, and return the sum."""
@@ -55,7 +51,7 @@ class RendezvousStore(_distributed.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist, without waiting."""
-        return self._exist(keys, 0.0)
+        return self._values(keys, 0.0) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist.
@@ -65,13 +61,7 @@ class RendezvousStore(_distributed.Store):
         DistStoreError
             If they do not exist in time.
         """
-        limit = self._limit if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        while not self._exist(keys, max(deadline - time.monotonic(), 0.0)):
-            if time.monotonic() >= deadline:
-                raise torch.distributed.DistStoreError(
-                    f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys)}"
-                )
+        self._await(keys, self._limit if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it existed."""
@@ -84,12 +74,7 @@ class RendezvousStore(_distributed.Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of several keys; wait until all exist."""
-        while True:
-            self.wait(keys)
-            answer, values = self._client.request("get", keys=list(keys))
-            if answer["status"] == _OK:  # Otherwise, another rank has deleted a key.
-                ends = list(itertools.accumulate(answer["lengths"], initial=0))
-                return [values[start:end] for start, end in itertools.pairwise(ends)]
+        return self._await(keys, self._limit)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys."""
@@ -112,9 +97,24 @@ class RendezvousStore(_distributed.Store):
     # torch's C++ code calls the method by another name.
     deleteKey = delete_key
 
-    def _exist(self, keys: Sequence[str], seconds: float) -> bool:
-        answer, _ = self._client.request("wait", keys=list(keys), seconds=seconds)
-        return bool(answer["status"] == _OK)
+    def _await(self, keys: Sequence[str], limit: timedelta) -> list[bytes]:
+        deadline = time.monotonic() + limit.total_seconds()
+        while True:
+            values = self._values(keys, max(deadline - time.monotonic(), 0.0))
+            if values is not None:
+                return values
+            if time.monotonic() >= deadline:
+                raise torch.distributed.DistStoreError(
+                    f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys)}"
+                )
+
+    def _values(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        """Return the values of keys; None if some do not exist within some seconds."""
+        answer, values = self._client.request("get", keys=list(keys), seconds=seconds)
+        if answer["status"] != _OK:
+            return None
+        ends = list(itertools.accumulate(answer["lengths"], initial=0))
+        return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _as_bytes(value: Any) -> bytes:

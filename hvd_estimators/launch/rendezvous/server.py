@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -65,17 +66,16 @@ class _Waits:
         self._lock = lock
         self._pending: dict[str, list[tuple[Callable[[], bool], threading.Condition]]] = {}
 
-    def wait(self, scope: str, is_met: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition on a scope holds; return whether it does within the seconds."""
+    def wait(self, scope: str, is_met: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition on a scope holds, for a limited time."""
         if is_met():
-            return True
+            return
         pending = is_met, threading.Condition(self._lock)
         self._pending.setdefault(scope, []).append(pending)
         try:
             pending[1].wait(seconds)
         finally:
             self._pending[scope].remove(pending)
-        return is_met()
 
     def notify(self, scope: str) -> None:
         """Wake the threads whose condition on a scope holds now."""
@@ -103,7 +103,6 @@ class JobStore:
             "get_parts": self._get_parts,
             "add": self._add,
             "append": self._append,
-            "wait": self._wait,
             "delete": self._delete,
             "alive": self._alive,
             "failed": self._fail,
@@ -152,9 +151,11 @@ class JobStore:
             self._rank_ended.wait_for(lambda: pending() <= self._lost)
             return sorted(pending())
 
-    def _get(self, rank: int, scope: str, keys: Sequence[str], body: bytes) -> Answer:
+    def _get(
+        self, rank: int, scope: str, keys: Sequence[str], body: bytes, seconds: float = math.inf
+    ) -> Answer:
         """Return the values of all keys, joined, and their lengths, when all exist."""
-        values = self._values(scope, keys)
+        values = self._values(scope, keys, seconds)
         if values is None:
             return {"status": _NOT_FOUND}, b""
         return {"status": _OK, "lengths": [len(value) for value in values]}, b"".join(values)
@@ -191,12 +192,6 @@ class JobStore:
     def _append(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         return self._set(rank, scope, key, self._keys(scope).get(key, b"") + body)
 
-    def _wait(
-        self, rank: int, scope: str, keys: Sequence[str], seconds: float, body: bytes
-    ) -> Answer:
-        exist = self._wait_for(scope, keys, min(seconds, timeouts.RENDEZVOUS_KEY))
-        return {"status": _OK if exist else _NOT_FOUND}, b""
-
     def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         existed = self._keys(scope).pop(key, None) is not None
         return {"status": _OK, "existed": existed}, b""
@@ -204,17 +199,10 @@ class JobStore:
     def _keys(self, scope: str) -> dict[str, bytes]:
         return self._scopes.setdefault(scope, {})
 
-    def _values(self, scope: str, keys: Sequence[str]) -> list[bytes] | None:
-        """Return the values of keys when all exist; None if they do not in time."""
-        self._wait_for(scope, keys)
-        existing = self._keys(scope)
-        # A key may have been deleted during the wait.
-        is_complete = all(key in existing for key in keys)
-        return [existing[key] for key in keys] if is_complete else None
-
-    def _wait_for(self, scope: str, keys: Sequence[str], seconds: float | None = None) -> bool:
-        """Wait until keys exist, for half a second by default; return whether they exist."""
-        limit = timeouts.RENDEZVOUS_KEY if seconds is None else seconds
+    def _values(
+        self, scope: str, keys: Sequence[str], seconds: float = math.inf
+    ) -> list[bytes] | None:
+        """Return the values of keys when all exist; None if they do not within half a second."""
         missing = list(keys)
 
         def exist() -> bool:
@@ -224,7 +212,11 @@ class JobStore:
                 missing.pop()
             return not missing
 
-        return self._waits.wait(scope, exist, limit)
+        self._waits.wait(scope, exist, min(seconds, timeouts.RENDEZVOUS_KEY))
+        existing = self._keys(scope)
+        # A key may have been deleted during the wait.
+        is_complete = all(key in existing for key in keys)
+        return [existing[key] for key in keys] if is_complete else None
 
     def _alive(self, rank: int, body: bytes) -> Answer:
         failure = None if self._failure is None else asdict(self._failure)
