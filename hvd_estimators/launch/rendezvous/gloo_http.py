@@ -85,7 +85,8 @@ class GlooProxy:
         self._keys_listener.close()
 
     def _serve_horovod(self, connection: socket.socket) -> None:
-        _Handler(connection, None, self)
+        server: Any = self
+        _Handler(connection, None, server)
 
     def _serve_keys(self, connection: socket.socket) -> None:
         key = bytes.fromhex(self.token)
