@@ -127,7 +127,7 @@ def check_cluster(
 def _examined(
     backend: SparkBackend, store: Store | None, folder: str, report: dict[str, list[Row]]
 ) -> Iterator[Row]:
-    """Yield the rows of the driver, and add those of each host to a report."""
+    """Yield the rows of the driver, and add the rows of each host to a report."""
     versions = installed_versions()
     packages = [f"{name} {version}" for name, version in versions.items() if name != "Python"]
     yield Row("Python", sys.version.split()[0])
