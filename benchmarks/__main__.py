@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -25,45 +24,44 @@ QUOTING = (ROOT / "README.rst",)
 """Documents with their own substitutions, because they are shown where files cannot be included."""
 
 PARTS: Mapping[str, str] = {
-    "prepare": "--rows 4000 --repeats 1",
-    "transform": "--rows 4000 --images 64 --repeats 1",
-    "columns": "--rows 200 --widths 10 100 --repeats 1",
-    "loader": "--rows 64000 --jpegs 200 --repeats 1",
-    "shuffle": "--rows 80000 --images 512 --small",
-    "memory": "--rows 65536",
-    "fit": "--rows 8000 --repeats 1",
-    "scaling": "--repeats 1 --steps 3 --ranks 2 --gigabits 1",
-    "stores": "--rows 200000 --repeats 1",
-    "files": "--files 100 --s3-files 10 --repeats 1",
-    "launch": "--repeats 1",
-    "collectives": "--repeats 1",
+    "prepare": "--rows 4000",
+    "transform": "--rows 4000 --images 64",
+    "columns": "--rows 200 --widths 10 100",
+    "loader": "--rows 64000 --jpegs 200",
+    "loader_text": "--rows 2000",
+    "shuffle": "--rows 80000 --small",
+    "memory": "--rows 65536 --parameters 2e7",
+    "fit": "--rows 8000",
+    "scaling": "--steps 3 --ranks 2 --gigabits 1",
+    "stores": "--rows 200000",
+    "files": "--files 1 100",
+    "launch": "",
+    "collectives": "",
+    "gpu": "--cpu --rows 20000 --images 64",
 }
 """Parts in order, and options for a short trial run."""
 
-ELSEWHERE: Mapping[str, str] = {
-    "gpu": "--cpu --rows 20000 --images 64 --repeats 1",
-    "gpu_spark": "--cpu --rows 2000 --images 8 --slots 2 --repeats 1",
-}
+ELSEWHERE = ("gpu",)
 """Parts that run only if they are named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    chosen = [] if options.page_only else options.parts or [*PARTS]
+    default = [part for part in PARTS if part not in ELSEWHERE]
+    chosen = [] if options.page_only else options.parts or default
     file = options.output / f"{options.name}.json"
     found, failed = results.load(file), []
     for part in chosen:
         print(f"== {part}", flush=True)
-        given = {**PARTS, **ELSEWHERE}[part].split() if options.quick else _given(options)
+        given = [*PARTS[part].split(), "--repeats", "1"] if options.quick else options.given
+        command = [sys.executable, "-m", f"benchmarks.{part}", *given]
         try:
-            result = results.parse(last_line(command_of(part, given), options.limit))
-            found[part] = dataclasses.replace(result, part=part)
+            found[part] = results.parse(last_line(command, options.limit))
         except (ValueError, subprocess.SubprocessError) as error:
             failed.append(part)
             print(f"{part}: {error}", file=sys.stderr, flush=True)
             continue
-        order = [*PARTS, *ELSEWHERE]
-        results.save(file, {name: found[name] for name in order if name in found})
+        results.save(file, {name: found[name] for name in PARTS if name in found})
     publish(options.output, QUOTING if options.output == FIGURES else ())
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -80,11 +78,6 @@ def publish(folder: Path, quoting: Sequence[Path]) -> None:
     for document in quoting:
         quotes.rewrite(document, texts)
     print(f"\nwritten: {folder / page.PAGE}")
-
-
-def command_of(part: str, given: Sequence[str]) -> list[str]:
-    """Return the command line that runs a part."""
-    return [sys.executable, "-m", f"benchmarks.{part}", *given]
 
 
 def last_line(command: Sequence[str], limit: float) -> str:
@@ -147,11 +140,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    known = [*PARTS, *ELSEWHERE]
-    add("--parts", nargs="+", choices=known, metavar="PART", help=f"some of {', '.join(known)}")
+    add("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
     add("--quick", action="store_true", help="small sizes: whether they run, not how fast")
-    add("--rows", type=int, help="rows of the DataFrame, for all of them")
-    add("--repeats", type=int, help="times that each is measured, for all of them")
+    add("--repeats", dest="given", help="times that each is measured, for all of them")
     add("--limit", type=float, default=3600, help="seconds that a part may take")
     add("--output", type=Path, help="folder; docs/figures, or build/figures with --quick")
     add("--name", default="results", help="the file of results; another one for another machine")
@@ -159,16 +150,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     default = ROOT / "build" / "figures" if options.quick else FIGURES
     options.output = (options.output or default).resolve()
+    options.given = ["--repeats", options.given] if options.given else []
     return options
-
-
-def _given(options: argparse.Namespace) -> list[str]:
-    return [
-        text
-        for name in ("rows", "repeats")
-        if (value := getattr(options, name)) is not None
-        for text in (f"--{name}", str(value))
-    ]
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from pyspark.sql import functions as F
 
 # Without it, the baseline's ranks crash if they load triton after TensorFlow.
 import hvd_estimators  # noqa: F401
-from benchmarks.figures import parser
 
 WIDTH = 8
 HIDDEN = 64
@@ -72,8 +71,8 @@ class Arrays:
 
 
 @contextlib.contextmanager
-def spark_session(cores: int) -> Iterator[SparkSession]:
-    """Yield a quiet local session with the given number of task slots."""
+def spark_and_folder(cores: int) -> Iterator[tuple[SparkSession, Path]]:
+    """Yield a quiet local session with the given number of task slots, and a temporary folder."""
     session = (
         SparkSession.builder.master(f"local[{cores}]")
         .appName("hvd_estimators benchmarks")
@@ -86,9 +85,16 @@ def spark_session(cores: int) -> Iterator[SparkSession]:
         .getOrCreate()
     )
     try:
-        yield session
+        with tempfile.TemporaryDirectory(prefix="hvd-estimators-bench-") as folder:
+            yield session, Path(folder)
     finally:
         session.stop()
+
+
+def lists(values: np.ndarray) -> pa.Array:
+    """Return the rows of an array as lists of Arrow."""
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, values.reshape(-1))
 
 
 def regression_data(spark: SparkSession, rows: int) -> DataFrame:
@@ -141,16 +147,6 @@ def loss_on(model: torch.nn.Module, rows: Arrays) -> float:
     return float(np.mean((output.double().numpy() - rows.labels.astype(np.float64)) ** 2))
 
 
-def training_options(description: str | None) -> tuple[argparse.Namespace, int]:
-    """Return the options of a benchmark that trains on ranks, and the steps of an epoch."""
-    arguments = parser(description, rows=200_000, repeats=2)
-    arguments.add_argument("--ranks", type=int, default=2, help="processes")
-    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
-    arguments.add_argument("--epochs", type=int, default=4, help="epochs of each turn")
-    given = arguments.parse_args()
-    return given, -(-given.rows // given.ranks // given.batch_size)
-
-
 def need_baseline() -> None:
     """Exit if `horovod.spark` cannot run."""
     if importlib.util.find_spec("petastorm") is None:
@@ -158,3 +154,8 @@ def need_baseline() -> None:
             "horovod.spark reads with Petastorm, which is not installed here. Run 'make setup' "
             "and use its .venv/bin/python."
         )
+
+
+def consume(frame: DataFrame) -> None:
+    """Compute every row and every column, and discard them."""
+    frame.write.format("noop").mode("overwrite").save()

@@ -106,26 +106,53 @@ LOAD_BEFORE = os.getloadavg()[0]
 """Load of the machine in the minute before, without the benchmark's own load."""
 
 
-def seconds(action: Callable[[], Any]) -> float:
-    """Return the wall time of a call."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+def options(description: str | None, **defaults: Any) -> argparse.Namespace:
+    """Return the options of a benchmark, each with the type of its default.
 
-
-def parser(description: str | None, rows: int, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have."""
-    result = argparse.ArgumentParser(
+    A default of False is a switch; a tuple takes several values.
+    """
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    result.add_argument("--rows", type=int, default=rows, help="rows of the DataFrame")
-    result.add_argument(
-        "--repeats",
-        type=int,
-        default=repeats,
-        help="times each is measured, in turn; the best counts",
-    )
-    return result
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {"type": type(default), "help": " "}
+        if default is False:
+            kind = {"action": "store_true", "help": " "}
+        elif isinstance(default, tuple):
+            kind = {"type": type(default[0]), "nargs": "+", "help": " "}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
+    return parser.parse_args()
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """Call each contender in turn; return the numbers that it returned, or else its seconds."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(warm_up + repeats):
+        for name, contender in contenders.items():
+            started = time.perf_counter()
+            value = contender()
+            taken = time.perf_counter() - started
+            if turn >= warm_up:
+                found[name].append(value if isinstance(value, float) else taken)
+                print(f"{name}: {found[name][-1]:.4g}", flush=True)
+    return found
+
+
+def rows_per_second(rows: int, read: Callable[[], int]) -> Callable[[], float]:
+    """Return a contender that reads all rows; its number is the rate."""
+
+    def run() -> float:
+        found = 0
+        # Petastorm's pool occasionally ends without a row; such a time does not count.
+        while not found:
+            started = time.perf_counter()
+            found = read()
+        assert found % rows == 0, (found, rows)
+        return found / (time.perf_counter() - started)
+
+    return run
 
 
 def machine() -> dict[str, Any]:
@@ -166,32 +193,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; floats get three significant digits."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
-    print(f"\n{title}")
-    for row in [header, ["-" * width for width in widths], *cells]:
-        first, *rest = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-def show_result(
-    name: str,
-    settings: dict[str, Any],
-    figures: dict[str, Any],
-    records: Sequence[Record] = (),
-) -> None:
-    """Print all measurements as JSON, as the last line.
+def show_result(name: str, settings: Mapping[str, Any], records: Sequence[Record]) -> None:
+    """Print the tables of the records and, as the last line, all of it as JSON.
 
     Parameters
     ----------
@@ -199,17 +202,22 @@ def show_result(
         The benchmark.
     settings : dict
         Sizes and similar settings.
-    figures : dict
-        All measurements, in the benchmark's own form.
     records : sequence of Record
-        The records that the page shows.
+        The figures.
     """
+    for record, before in zip(records, [None, *records], strict=False):
+        if before is None or before.table != record.table:
+            of = f"of {record.baseline}" if record.baseline else ""
+            print(f"\n{record.table}: {record.unit}, least, most, {of}")
+        place = "" if record.at is None else f", {record.at:g}"
+        ratio = "" if record.ratio is None else f"{record.ratio:10.2f}"
+        numbers = f"{record.value:12.4g}{record.low:12.4g}{record.high:12.4g}{ratio}"
+        print(f"{record.name + place:42}{numbers}")
     document = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "settings": settings,
-        "figures": figures,
         "records": [asdict(record) for record in records],
         "machine": machine(),
     }

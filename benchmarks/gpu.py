@@ -1,18 +1,14 @@
-"""GPUs that processes see, NCCL, and rows per second into models on a GPU.
+"""Rows per second into models and through `transform` on a GPU, and allreduces between GPUs.
 
-Needs torch with CUDA and PyArrow, but not TensorFlow, Petastorm or Spark. Horovod is measured if it
-can be imported. Contenders run in turns, and the best of each counts, without the first turn.
+Contenders run in turns, and the best of each counts, without the first turn. Spark's tasks share
+the GPU. Without Java, leave `transform` out (``--images 0``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,16 +21,19 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.figures import compared, parser, show_result, show_table
+from benchmarks.common import lists, spark_and_folder
+from benchmarks.figures import Record, compared, in_turns, options, show_result
+from benchmarks.transform import IMAGE as SMALL_IMAGE
+from benchmarks.transform import OUTPUTS, image_data, of_images
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.launch.gpus import rank_gpus
+from hvd_estimators.launch import LocalBackend
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
+from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.tensors import TensorSpec, gpu_memory, tensor_batches
 
-WIDTH = 64
 COLUMNS = 20
 IMAGE = (3, 224, 224)
 CLASSES = 100
@@ -52,169 +51,74 @@ Step = Callable[[Mapping[str, torch.Tensor]], int]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its rows.
-
-    Attributes
-    ----------
-    name : str
-        Name of the case.
-    manifest : DatasetManifest
-        A Parquet file.
-    batch_size : int
-        Rows of a batch.
-    step : callable
-        Trains the model on a batch.
-    """
+    """A model, and a Parquet file of its rows; the step trains the model on a batch."""
 
     name: str
     manifest: DatasetManifest
     batch_size: int
     step: Step
 
-    @property
-    def rows(self) -> int:
-        return int(self.manifest.train.rows)
-
 
 def main() -> None:
-    options_parser = parser(__doc__, rows=2_000_000, repeats=3)
-    options_parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
-    options_parser.add_argument("--images", type=int, default=8_000, help="rows of images")
-    options_parser.add_argument("--cpu", action="store_true", help="try it without a GPU, quickly")
-    options = options_parser.parse_args()
-    if not options.cpu and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU here. Run it where there is one, or with --cpu.")
-    device = torch.device("cpu" if options.cpu else "cuda:0")
-    figures: dict[str, Any] = {"device": device_facts(device)}
-    print(json.dumps(figures["device"]), flush=True)
-    if not options.cpu:
-        figures["pins"] = pins()
-    figures["horovod"] = horovod(device)
-    with tempfile.TemporaryDirectory(prefix="hvd_estimators-gpu-") as folder:
-        figures["loader"] = {
-            case.name: measure(case, device, options.workers, options.repeats)
-            for case in cases(Path(folder), options.rows, options.images, device)
-        }
-    settings = {"rows": options.rows, "images": options.images, "workers": options.workers}
-    records = [
-        record
-        for case, of in figures["loader"].items()
-        for record in compared(
-            case, {name: [one["rows_per_second"]] for name, one in of.items()}, "rows/s", MODEL
-        )
-    ]
-    show_result("gpu", settings, figures, records)
-
-
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """Describe the GPU."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["name"] = properties.name
-        facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
-    return facts
-
-
-def pins() -> dict[str, Any]:
-    """Start processes with the environment of a rank, and return the GPUs that each sees."""
-    (known,) = [gpu for gpu in _seen_with(None) if gpu["index"] == 0]
-    uuid = f"GPU-{known['uuid']}"
-    figures: dict[str, Any] = {}
-    for name, addresses in {"by index": ["0"], "by UUID": [uuid]}.items():
-        seen = _seen_with(rank_gpus(addresses, addresses, 0, 1, {})["CUDA_VISIBLE_DEVICES"])
-        figures[name] = {"gpus": len(seen), "is_the_one": seen[:1] == [known]}
-    figures["hidden"] = {"gpus": len(_seen_with("-1"))}
-    show_table("pins", ("variable", "what it sees"), [(k, str(v)) for k, v in figures.items()])
-    return figures
-
-
-def _seen_with(variable: str | None) -> list[dict[str, Any]]:
-    """Return the GPUs that torch sees in a separate process."""
-    code = (
-        "import json, torch\n"
-        "seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]\n"
-        "print(json.dumps([{'index': i, 'uuid': str(gpu.uuid)} for i, gpu in enumerate(seen)]))"
+    workers = min(os.cpu_count() or 1, 8)
+    given = options(
+        __doc__, rows=2_000_000, images=8_000, workers=workers, gpus=1, repeats=3, cpu=False
     )
-    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    if variable is not None:
-        env["CUDA_VISIBLE_DEVICES"] = variable
-    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True)
-    seen: list[dict[str, Any]] = json.loads(done.stdout.decode().splitlines()[-1])
-    return seen
+    if not given.cpu and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here. Run it where there is one, or with --cpu.")
+    device = torch.device("cpu" if given.cpu else "cuda:0")
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-gpu-") as folder:
+        for case in cases(Path(folder), given.rows, max(given.images, 64), device):
+            speeds = measure(case, device, workers, given.repeats)
+            records += compared(case.name, speeds, "rows/s", MODEL)
+    reduced = LocalBackend(given.gpus).run(reduce, (not given.cpu,))[0]
+    records += compared(f"allreduce of 64 MiB, {given.gpus} ranks", reduced, "GiB/s")
+    if given.images:
+        net = Convnet(device.type == "cuda", OUTPUTS).eval()
+        with spark_and_folder(workers) as (spark, _):
+            frame = image_data(spark, given.images, workers)
+            taken = of_images(spark, net, frame, given.repeats, device.type)
+        speed = {name: [given.images / each for each in of] for name, of in taken.items()}
+        speed["the network alone"] = [alone(net.to(device), device)]
+        records += compared("transform of images 3x64x64", speed, "rows/s", "to Python alone")
+    show_result("gpu", vars(given), records)
 
 
-def horovod(device: torch.device) -> dict[str, Any]:
-    """Run an allreduce on one rank, and on two that share the GPU, started as by a backend."""
-    if importlib.util.find_spec("horovod") is None:
-        return {"built": "Horovod is not installed"}
-    from hvd_estimators.launch import LocalBackend
+def reduce(use_gpu: bool) -> dict[str, list[float]]:
+    """Sum 64 MiB over the ranks; return the rate by library. Runs on every rank."""
+    with session("torch", use_gpu=use_gpu):
+        device = torch.device("cuda" if use_gpu else "cpu")
+        values, taken = torch.ones(2**24, device=device), []
+        for _ in range(6):
+            started = time.perf_counter()
+            torch.distributed.all_reduce(values)
+            _wait(device)
+            taken.append(values.nbytes / 2**30 / (time.perf_counter() - started))
+        return {torch.distributed.get_backend(): taken[1:]}
 
-    figures: dict[str, Any] = {}
-    for ranks in (1, 2):
+
+def alone(net: torch.nn.Module, device: torch.device) -> float:
+    """Return the rows per second of forward passes on one batch, which is on the device."""
+    rows = torch.rand(128, *SMALL_IMAGE, device=device)
+    with torch.inference_mode():
+        net(rows)
+        _wait(device)
         started = time.perf_counter()
-        try:
-            found = LocalBackend(ranks).run(reduce_on, (device.type,))
-        except Exception as error:
-            text = str(error).strip().splitlines()
-            figures[f"{ranks} ranks"] = {
-                "error": type(error).__name__,
-                "says": text[:3] + text[-2:],
-            }
-        else:
-            figures[f"{ranks} ranks"] = found[0]
-        figures[f"{ranks} ranks"]["seconds"] = time.perf_counter() - started
-        print(f"\n{ranks} ranks of Horovod: {json.dumps(figures[f'{ranks} ranks'])}", flush=True)
-    return figures
-
-
-def reduce_on(kind: str) -> dict[str, Any]:
-    """Average 64 MiB over the ranks; return Horovod's state and the rate. Runs on every rank."""
-    import horovod.torch as hvd
-
-    hvd.init()
-    visible = torch.cuda.device_count() if kind == "cuda" else 0
-    device = torch.device(kind, hvd.local_rank() % visible) if visible else torch.device("cpu")
-    values = torch.full((2**24,), float(hvd.rank() + 1), device=device)
-    mean = (hvd.size() + 1) / 2
-    reduced = hvd.allreduce(values, name="warm up")
-    started = time.perf_counter()
-    for turn in range(5):
-        reduced = hvd.allreduce(values, name=f"turn {turn}")
-    is_right = bool((reduced == mean).all())
-    took = time.perf_counter() - started
-    return {
-        "visible": visible,
-        "variable": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "device": str(reduced.device),
-        "nccl_built": int(hvd.nccl_built()),
-        "gloo_built": bool(hvd.gloo_built()),
-        "is_right": is_right,
-        "gib_per_second": 5 * values.nbytes / 2**30 / took,
-    }
+        for _ in range(10):
+            net(rows)
+        _wait(device)
+    return 10 * len(rows) / (time.perf_counter() - started)
 
 
 def cases(folder: Path, rows: int, images: int, device: torch.device) -> Iterator[Case]:
     """Write the data and build the models, one case at a time."""
     rng = np.random.default_rng(0)
     names = [f"x{index:02}" for index in range(COLUMNS)]
-    narrow = {name: rng.standard_normal(rows, np.float32) for name in names}
-    table = pa.table({**narrow, "y": rng.standard_normal(rows, np.float32)})
-    spec = TensorSpec(tuple(names), ("y",))
-    yield Case(
-        "20 columns, MLP", _write(folder / "narrow", table), 4096, mlp(spec, COLUMNS, device)
-    )
-    few = rows // 4
-    vectors = pa.FixedSizeListArray.from_arrays(
-        pa.array(rng.standard_normal(few * WIDTH, np.float32)), WIDTH
-    )
-    table = pa.table({"x": vectors, "y": rng.standard_normal(few, np.float32)})
-    spec = TensorSpec(("x",), ("y",))
-    yield Case("vector, MLP", _write(folder / "vector", table), 4096, mlp(spec, WIDTH, device))
-    width = int(np.prod(IMAGE))
-    pixels = pa.FixedSizeListArray.from_arrays(
-        pa.array(rng.integers(0, 256, images * width, np.uint8)), width
-    )
+    narrow = {name: rng.standard_normal(rows, np.float32) for name in [*names, "y"]}
+    manifest = _write(folder / "narrow", pa.table(narrow))
+    yield Case("20 columns, MLP", manifest, 4096, mlp(tuple(names), device))
+    pixels = lists(rng.integers(0, 256, (images, int(np.prod(IMAGE))), np.uint8))
     table = pa.table({"image": pixels, "y": rng.integers(0, CLASSES, images)})
     manifest = _write(folder / "image", table)
     yield Case("images, convnet", manifest, 128 if device.type == "cuda" else 4, convnet(device))
@@ -227,10 +131,11 @@ def _write(folder: Path, table: pa.Table) -> DatasetManifest:
     return read_manifest(LocalStore(str(folder)), str(folder), None, table.column_names)
 
 
-def mlp(spec: TensorSpec, width: int, device: torch.device) -> Step:
-    """Return a step of a network of width-256-256-1, with Adam."""
+def mlp(names: tuple[str, ...], device: torch.device) -> Step:
+    """Return a step of a network with two layers of 256, with Adam."""
+    spec = TensorSpec(names, ("y",))
     layers = torch.nn.Sequential(
-        torch.nn.Linear(width, 256),
+        torch.nn.Linear(len(names), 256),
         torch.nn.ReLU(),
         torch.nn.Linear(256, 256),
         torch.nn.ReLU(),
@@ -240,8 +145,8 @@ def mlp(spec: TensorSpec, width: int, device: torch.device) -> Step:
 
     def step(columns: Mapping[str, torch.Tensor]) -> int:
         batch = spec.batch(columns, device)
-        inputs = batch.inputs[0] if len(batch.inputs) == 1 else torch.stack(batch.inputs, dim=1)
-        loss = torch.nn.functional.mse_loss(layers(inputs).squeeze(1), batch.labels[0])
+        outputs = layers(torch.stack(batch.inputs, dim=1)).squeeze(1)
+        loss = torch.nn.functional.mse_loss(outputs, batch.labels[0])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -265,26 +170,29 @@ class Block(torch.nn.Module):
         return torch.relu(self.norms[1](self.two(y)) + self.past(x))
 
 
+class Convnet(torch.nn.Sequential):
+    """A network about the size of ResNet-18."""
+
+    def __init__(self, is_large: bool, outputs: int) -> None:
+        widths = (64, 128, 256, 512) if is_large else (4, 4, 4, 4)
+        blocks: list[torch.nn.Module] = []
+        for before, width, stride in zip((widths[0], *widths), widths, (1, 2, 2, 2), strict=False):
+            blocks += [Block(before, width, stride), Block(width, width, 1)]
+        super().__init__(
+            torch.nn.Conv2d(3, widths[0], 7, 2, 3, bias=False),
+            torch.nn.BatchNorm2d(widths[0]),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(3, 2, 1),
+            *blocks,
+            torch.nn.AdaptiveAvgPool2d(1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(widths[-1], outputs),
+        )
+
+
 def convnet(device: torch.device) -> Step:
-    """Return a step of a network about the size of ResNet-18, in bfloat16, with momentum."""
-    widths = (64, 128, 256, 512) if device.type == "cuda" else (4, 4, 4, 4)
-    blocks = [
-        Block(a, b, stride)
-        for a, b, stride in zip((widths[0], *widths), widths, (1, 2, 2, 2), strict=False)
-    ]
-    blocks = [
-        part for block, b in zip(blocks, widths, strict=True) for part in (block, Block(b, b, 1))
-    ]
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, widths[0], 7, 2, 3, bias=False),
-        torch.nn.BatchNorm2d(widths[0]),
-        torch.nn.ReLU(),
-        torch.nn.MaxPool2d(3, 2, 1),
-        *blocks,
-        torch.nn.AdaptiveAvgPool2d(1),
-        torch.nn.Flatten(),
-        torch.nn.Linear(widths[-1], CLASSES),
-    ).to(device, memory_format=torch.channels_last)
+    """Return a step in bfloat16, with momentum."""
+    model = Convnet(device.type == "cuda", CLASSES).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     spec = TensorSpec(("image",), ("y",), None, ((-1, *IMAGE),), dtypes={"y": "int64"})
 
@@ -301,12 +209,13 @@ def convnet(device: torch.device) -> Step:
     return step
 
 
-def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dict[str, Any]:
-    """Time all contenders in turns; show and return the best of each."""
+def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dict[str, list[float]]:
+    """Return the rows per second of all contenders."""
     with contextlib.ExitStack() as stack:
-        alone = stack.enter_context(contextlib.closing(batches(stack, case, workers, "cpu")))
-        plain = stack.enter_context(contextlib.closing(batches(stack, case, workers, "cpu")))
-        beside = stack.enter_context(contextlib.closing(batches(stack, case, workers, device)))
+        alone, plain, beside = (
+            stack.enter_context(contextlib.closing(batches(stack, case, workers, where)))
+            for where in ("cpu", "cpu", device)
+        )
         held = [
             {name: tensor.to(device, copy=True) for name, tensor in batch.items()}
             for batch in itertools.islice(alone, HELD)
@@ -317,22 +226,7 @@ def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dic
             "plain copies": lambda: rate(plain, case.step, device),
             "pinned, beside the step": lambda: rate(beside, case.step, device),
         }
-        best = dict.fromkeys(contenders, 0.0)
-        for turn in range(repeats + 1):
-            for name, contender in contenders.items():
-                speed = contender()
-                best[name] = max(best[name], speed if turn else 0.0)
-    model, loader, *_ = best.values()
-    # Copies cost nothing if this is 1: the slower of model and loader limits the rate.
-    table = [
-        (name, speed, speed / model, speed / min(model, loader)) for name, speed in best.items()
-    ]
-    header = ("contender", "rows/s", "of the model alone", "of the slower alone")
-    show_table(f"{case.name}, batches of {case.batch_size}, {case.rows} rows", header, table)
-    return {
-        name: {"rows_per_second": speed, "of_model": of_model, "of_slower": of_slower}
-        for name, speed, of_model, of_slower in table
-    }
+        return in_turns(contenders, repeats, warm_up=1)
 
 
 def batches(

@@ -7,15 +7,13 @@ reports the memory of the process from which ranks are forked.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import spark_session
-from benchmarks.figures import Record, compared, seconds, show_result, show_table
+from benchmarks.common import spark_and_folder
+from benchmarks.figures import Record, compared, in_turns, options, show_result
 
 # The imports below must follow benchmarks.common, which sets the environment of all benchmarks.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -30,7 +28,6 @@ from hvd_estimators.launch import SparkBackend
 RANKS = 2
 FIRST, NEXT, BASELINE = "first launch", "next launches", "horovod.spark.run"
 DISTRIBUTOR, EMPTY = "TorchDistributor", "empty barrier job"
-TITLES = {"to_allreduce": "to the first allreduce", "to_results": "to the results"}
 
 
 def train_torch() -> float:
@@ -77,21 +74,6 @@ def train_distributed() -> float:
     return reached
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Seconds from the call to the first allreduce on the slowest rank, and to the results."""
-
-    allreduce: float
-    results: float
-
-
-def launch(run: Callable[[], list[float]]) -> Launch:
-    """Measure one launch."""
-    started = time.time()
-    reached = run()
-    return Launch(max(reached) - started, time.time() - started)
-
-
 def empty_barrier_job(spark: SparkSession) -> None:
     """Run a barrier job in Python whose tasks do nothing."""
 
@@ -113,76 +95,55 @@ def warm_memory() -> list[float]:
     return sorted(found)
 
 
-def by_distributor() -> list[float]:
-    """Launch with Spark's `TorchDistributor`, which returns the result of the first rank."""
-    return [torch_distributor(RANKS).run(in_source(train_distributed))]
-
-
-def measure(
-    spark: SparkSession, train: Callable[[], float], repeats: int, distributor: bool
-) -> dict[str, Any]:
-    """Measure all launchers in turn, in one application."""
+def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> list[Record]:
+    """Measure all launchers in turn, in one application; return the records of a framework."""
     backend = SparkBackend(RANKS)
-    baseline_env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    reached: dict[str, list[float]] = {}
 
-    def baseline() -> list[float]:
-        found: list[float] = horovod.spark.run(
-            train, num_proc=RANKS, use_gloo=True, env=baseline_env, verbose=0
-        )
-        return found
+    def launch(name: str, run: Callable[[], list[float]]) -> float:
+        started = time.time()
+        reached.setdefault(name, []).append(max(run()) - started)
+        return time.time() - started
 
-    empty_barrier_job(spark)
-    first = launch(lambda: backend.run(train))
-    empty: list[float] = []
-    taken: dict[str, list[Launch]] = {FIRST: [first], NEXT: [], BASELINE: []}
-    if distributor:
-        taken[DISTRIBUTOR] = []
-    for _ in range(repeats):
-        empty.append(seconds(lambda: empty_barrier_job(spark)))
-        taken[NEXT].append(launch(lambda: backend.run(train)))
-        taken[BASELINE].append(launch(baseline))
-        if distributor:
-            taken[DISTRIBUTOR].append(launch(by_distributor))
-    return {
-        "empty_job": empty,
-        "to_allreduce": {name: [one.allreduce for one in each] for name, each in taken.items()},
-        "to_results": {name: [one.results for one in each] for name, each in taken.items()},
-        "warm_mib": warm_memory(),
+    contenders: dict[str, Callable[[], Any]] = {
+        EMPTY: lambda: empty_barrier_job(spark),
+        NEXT: lambda: launch(NEXT, lambda: backend.run(train)),
+        BASELINE: lambda: launch(
+            BASELINE,
+            lambda: horovod.spark.run(train, num_proc=RANKS, use_gloo=True, env=env, verbose=0),
+        ),
     }
-
-
-def records_of(framework: str, found: dict[str, Any]) -> list[Record]:
-    """Return the records of a framework, and show them."""
-    records: list[Record] = []
-    for key in ("to_allreduce", "to_results"):
-        measured = dict(found[key])
-        if key == "to_results":
-            measured[EMPTY] = found["empty_job"]
-        table = f"{framework}, {TITLES[key]}"
-        some = compared(table, measured, "s", BASELINE, middle=True)
-        show_table(
-            f"{table}, {RANKS} ranks",
-            ["", "seconds", f"of {BASELINE}"],
-            [[one.name, one.value, one.ratio] for one in some],
+    framework = "tensorflow"
+    if train is train_torch:
+        framework = "torch"
+        # It returns the result of the first rank.
+        contenders[DISTRIBUTOR] = lambda: launch(
+            DISTRIBUTOR, lambda: [torch_distributor(RANKS).run(in_source(train_distributed))]
         )
-        records += some
-    return records
+    empty_barrier_job(spark)
+    first = in_turns({FIRST: lambda: launch(FIRST, lambda: backend.run(train))}, 1)
+    results = {**first, **in_turns(contenders, repeats)}
+    return [
+        *compared(f"{framework}, to the first allreduce", reached, "s", BASELINE, middle=True),
+        *compared(f"{framework}, to the results", results, "s", BASELINE, middle=True),
+        *compared(
+            "memory of the process that ranks are forked from",
+            {framework: warm_memory()[-1:]},
+            "MiB",
+        ),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, help="ignored: there is no data")
-    parser.add_argument("--repeats", type=int, default=3, help="times, in turn; the median counts")
-    options = parser.parse_args()
-    figures: dict[str, Any] = {}
-    records: list[Record] = []
-    with spark_session(RANKS) as spark:
-        for name, train in (("torch", train_torch), ("tensorflow", train_tensorflow)):
-            figures[name] = measure(spark, train, options.repeats, distributor=name == "torch")
-            records += records_of(name, figures[name])
-    warm = {framework: found["warm_mib"][-1:] for framework, found in figures.items()}
-    records += compared("memory of the process that ranks are forked from", warm, "MiB")
-    show_result("launch", vars(options), figures, records)
+    given = options(__doc__, repeats=3)
+    with spark_and_folder(RANKS) as (spark, _):
+        records = [
+            record
+            for train in (train_torch, train_tensorflow)
+            for record in measure(spark, train, given.repeats)
+        ]
+    show_result("launch", vars(given), records)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Time JPEGs that `transformation_fn` decodes against Petastorm and torch's `DataLoader`."""
+"""Read JPEGs that `transformation_fn` decodes, with Petastorm and torch's `DataLoader` too."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
+from benchmarks.figures import in_turns, rows_per_second
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
@@ -28,7 +28,6 @@ WORKERS = 2
 SIDE = 224
 BATCH = 32
 DIFFERENT = 64
-THREAD, ONE, SEVERAL = "ours, thread", "ours, 1 process", f"ours, {WORKERS} processes"
 LOADER = f"DataLoader, {WORKERS} workers"
 
 
@@ -55,36 +54,22 @@ def of_jpegs(folder: Path, rows: int, repeats: int) -> dict[str, list[float]]:
     folder.mkdir()
     file = folder / "part-0.parquet"
     parquet.write_table(pa.table({"image": images}), file, row_group_size=max(rows // 4, 1))
+    loader = torch.utils.data.DataLoader(
+        Images(images), batch_size=BATCH, num_workers=WORKERS, persistent_workers=True
+    )
     with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], int]] = {
-            THREAD: _ours(stack, folder, "thread", 1),
-            ONE: _ours(stack, folder, "process", 1),
-            SEVERAL: _ours(stack, folder, "process", WORKERS),
+        reads: dict[str, Callable[[], Any]] = {
+            "ours, thread": _ours(stack, folder, "thread", 1),
+            "ours, 1 process": _ours(stack, folder, "process", 1),
+            f"ours, {WORKERS} processes": _ours(stack, folder, "process", WORKERS),
             f"Petastorm, TransformSpec, {WORKERS} threads": lambda: _petastorm(file),
-            LOADER: _loader(images),
+            LOADER: lambda: loader,
         }
-        return in_turns(contenders, rows, repeats)
-
-
-def in_turns(
-    contenders: Mapping[str, Callable[[], int]], rows: int, repeats: int
-) -> dict[str, list[float]]:
-    """Let each contender read a pass of some rows, in turns; return the rows per second.
-
-    The first turn does not count.
-    """
-    speeds: dict[str, list[float]] = {}
-    for turn in range(repeats + 1):
-        for name, contender in contenders.items():
-            found = 0
-            # Petastorm's pool occasionally ends without a row; such a time does not count.
-            while not found:
-                started = time.perf_counter()
-                found = contender()
-            assert found == rows, (name, found)
-            if turn:
-                speeds.setdefault(name, []).append(rows / (time.perf_counter() - started))
-    return speeds
+        contenders = {
+            name: rows_per_second(rows, lambda read=read: sum(len(b["image"]) for b in read()))
+            for name, read in reads.items()
+        }
+        return in_turns(contenders, repeats, warm_up=1)
 
 
 def _jpegs() -> Iterator[bytes]:
@@ -96,7 +81,7 @@ def _jpegs() -> Iterator[bytes]:
         yield file.getvalue()
 
 
-def _ours(stack: contextlib.ExitStack, folder: Path, pool: str, workers: int) -> Callable[[], int]:
+def _ours(stack: contextlib.ExitStack, folder: Path, pool: str, workers: int) -> Callable[[], Any]:
     """Open a validation reader, whose passes end; its processes stay from pass to pass."""
     store = LocalStore(str(folder))
     manifest = read_manifest(store, str(folder), None, ["image"], allow_text={"image": True})
@@ -114,10 +99,10 @@ def _ours(stack: contextlib.ExitStack, folder: Path, pool: str, workers: int) ->
             transformation=Transformation(decoded),
         )
     )
-    return lambda: sum(len(batch["image"]) for batch in tensor_batches(module.val_chunks()))
+    return lambda: tensor_batches(module.val_chunks())
 
 
-def _petastorm(file: Path) -> int:
+def _petastorm(file: Path) -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         from petastorm import TransformSpec, make_batch_reader
@@ -128,17 +113,7 @@ def _petastorm(file: Path) -> int:
             return frame
 
         fields = [("image", np.uint8, (SIDE, SIDE, 3), False)]
-        reader = make_batch_reader(
-            file.as_uri(),
-            workers_count=WORKERS,
-            transform_spec=TransformSpec(decode, edit_fields=fields),
-        )
+        spec = TransformSpec(decode, edit_fields=fields)
+        reader = make_batch_reader(file.as_uri(), workers_count=WORKERS, transform_spec=spec)
         with BatchedDataLoader(reader, batch_size=BATCH) as loader:
-            return sum(len(batch["image"]) for batch in loader)
-
-
-def _loader(images: list[bytes]) -> Callable[[], int]:
-    loader = torch.utils.data.DataLoader(
-        Images(images), batch_size=BATCH, num_workers=WORKERS, persistent_workers=True
-    )
-    return lambda: sum(len(batch["image"]) for batch in loader)
+            yield from loader

@@ -18,8 +18,7 @@ import torch
 from pyarrow import parquet
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.figures import compared, parser, show_result, show_table
-from benchmarks.loader_images import in_turns
+from benchmarks.figures import compared, in_turns, options, rows_per_second, show_result
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import JoinedSpec
 from hvd_estimators.data.rows import ROWS
@@ -71,21 +70,15 @@ class Rows(torch.utils.data.IterableDataset[Any]):
 
 
 def main() -> None:
-    options = parser(__doc__, rows=100_000, repeats=5).parse_args()
+    given = options(__doc__, rows=100_000, repeats=5)
     torch.set_num_threads(1)
-    speeds: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
-        file = write(Path(folder), options.rows)
-        speeds["arrays"] = measure(file, "tokens", padded, options.repeats)
-        speeds["texts"] = measure(file, "text", tokenized, options.repeats)
     records = []
-    for name, measured in speeds.items():
-        best = {contender: max(each) for contender, each in measured.items()}
-        table = [(contender, speed, speed / best[LOADER]) for contender, speed in best.items()]
-        show_table(f"{name}, batch {BATCH}", ("contender", "rows/s", f"times {LOADER}"), table)
-        records += compared(f"{name}, batch {BATCH}", measured, "rows/s", LOADER)
-    settings = {"rows": options.rows, "workers": WORKERS}
-    show_result("loader_text", settings, {"rows_per_second": speeds}, records)
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
+        file = write(Path(folder), given.rows)
+        for name, column, function in (("arrays", "tokens", padded), ("texts", "text", tokenized)):
+            measured = measure(file, column, function, given.repeats)
+            records += compared(f"{name}, batch {BATCH}", measured, "rows/s", LOADER)
+    show_result("loader_text", {"rows": given.rows, "workers": WORKERS}, records)
 
 
 def write(folder: Path, rows: int) -> Path:
@@ -103,21 +96,18 @@ def measure(file: Path, column: str, function: Function, repeats: int) -> dict[s
     """Read a pass with each contender in turns; return the rows per second."""
     rows = parquet.read_metadata(file).num_rows
     columns = [column, "label"]
-    loader = torch.utils.data.DataLoader(
-        Rows(file, columns),
-        batch_size=BATCH,
-        num_workers=WORKERS,
-        collate_fn=function,
-        persistent_workers=True,
-    )
-    in_memory: Any = parquet.read_table(file, columns=columns).to_pylist()
-    without_reading = torch.utils.data.DataLoader(
-        in_memory,
-        batch_size=BATCH,
-        num_workers=WORKERS,
-        collate_fn=function,
-        persistent_workers=True,
-    )
+    in_memory = parquet.read_table(file, columns=columns).to_pylist()
+
+    def loader(rows: Any) -> Any:
+        return torch.utils.data.DataLoader(
+            rows,
+            batch_size=BATCH,
+            num_workers=WORKERS,
+            collate_fn=function,
+            persistent_workers=True,
+        )
+
+    reading, without_reading = loader(Rows(file, columns)), loader(in_memory)
     with contextlib.ExitStack() as stack:
 
         def ours(collate: Collate, pool: str) -> Callable[[], int]:
@@ -125,16 +115,17 @@ def measure(file: Path, column: str, function: Function, repeats: int) -> dict[s
             return lambda: sum(batch.rows for batch in tensor_batches(module.val_chunks()))
 
         by_function = CollateFunction(None, function)
-        contenders = {
+        reads = {
             f"ours, {WORKERS} processes": ours(by_function, "process"),
             "ours, thread": ours(by_function, "thread"),
-            LOADER: lambda: sum(len(batch["label"]) for batch in loader),
+            LOADER: lambda: sum(len(batch["label"]) for batch in reading),
             f"{LOADER}, rows in memory": lambda: sum(len(b["label"]) for b in without_reading),
         }
         if column == "tokens":
             by_padding = Padding(None, {"tokens": 0}, ("tokens",))
-            contenders["ours, padding, thread"] = ours(by_padding, "thread")
-        return in_turns(contenders, rows, repeats)
+            reads["ours, padding, thread"] = ours(by_padding, "thread")
+        contenders = {name: rows_per_second(rows, read) for name, read in reads.items()}
+        return in_turns(contenders, repeats, warm_up=1)
 
 
 def _reader(file: Path, columns: list[str], collate: Collate, pool: str) -> ArrowDataModule:

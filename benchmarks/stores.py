@@ -1,13 +1,15 @@
-"""Rows per second of both readers on S3 and HDFS, against local disk, requests, and whole fits.
+"""Whole fits and rows per second of the reader on S3 and HDFS, against local disk.
 
 The servers run on this machine: moto's S3, and a Hadoop NameNode with three DataNodes, as files
-have three replicas by default. ``HVD_TEST_JARS`` names the folder of Hadoop's archives; HDFS is
+have three replicas by default. Fetching alone requests the same bytes without decoding them.
+``HVD_TEST_JARS`` names the folder of Hadoop's archives; HDFS is
 left out without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -28,19 +30,16 @@ from servers.hdfs import Hdfs
 from servers.jars import jars
 from servers.s3 import S3
 
-from benchmarks.common import need_baseline
-from benchmarks.figures import compared, parser, show_result, show_table
+from benchmarks.common import lists
+from benchmarks.figures import compared, in_turns, options, rows_per_second, show_result
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.remote_reads import joined
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.loading.interleave import one_per_group
-from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import Store
-from hvd_estimators.store.base import Store as BaseStore
 from hvd_estimators.torch import TorchEstimator
 
 WORKERS = 2
@@ -48,23 +47,12 @@ FILES = 4
 ROW_GROUP_BYTES = 16 * 2**20
 BATCH = 1000
 EPOCHS = 2
-READERS = (ArrowDataModule, PetastormDataModule)
 WANTED = [f"x{i:02}" for i in range(20)] + ["vector"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A copy of the data in one store.
-
-    Attributes
-    ----------
-    name : str
-        Name in tables.
-    store : Store
-        Store that reads it.
-    manifest : DatasetManifest
-        Manifest of the data.
-    """
+    """A copy of the data in one store, and its name in tables."""
 
     name: str
     store: Store
@@ -75,60 +63,23 @@ class Place:
         return self.manifest.train.rows
 
 
-Contender = Callable[[], tuple[int, float]]
-"""Reads rows; returns their number and the seconds."""
-
-
 def main() -> None:
-    options = parser(__doc__, rows=1_000_000, repeats=3).parse_args()
-    need_baseline()
+    given = options(__doc__, rows=1_000_000, repeats=3)
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-stores-") as name:
         folder = Path(name)
-        write(folder / "data" / "train", options.rows)
+        write(folder / "data" / "train", given.rows)
         with contextlib.ExitStack() as stack:
             found = list(places(stack, folder))
-            requests = {place.name: count_requests(place) for place in found}
-            speeds = measure(stack, found, options.repeats)
-            seconds = fit(found, options.repeats)
-    table = []
-    figures: dict[str, Any] = {}
-    for place in found:
-        for what in speeds:
-            speed, local = max(speeds[what][place.name]), max(speeds[what]["local"])
-            epoch = requests[place.name].get(what, {})
-            row = (place.name, what, speed, speed / local)
-            table.append((*row, epoch.get("first", "-"), epoch.get("next", "-")))
-            figures[f"{place.name}, {what}"] = {
-                "rows_per_second": speed,
-                "of_local": speed / local,
-                "requests": epoch,
-            }
-    groups = len(found[0].manifest.train.row_groups)
-    show_table(
-        f"{options.rows} rows, {FILES} files, {groups} row groups",
-        ("store", "reader", "rows/s", "of local disk", "requests, first epoch", "later epochs"),
-        table,
-    )
-    best = {name: min(each) for name, each in seconds.items()}
-    show_table(
-        f"fit_on_parquet: 2 processes, {EPOCHS} epochs",
-        ("store", "s", "of local disk"),
-        [(name, found, best["local"] / found) for name, found in best.items()],
-    )
-    settings = {"rows": options.rows, "files": FILES, "row_groups": groups, "workers": WORKERS}
-    records = compared(f"fit, {EPOCHS} epochs", seconds, "s", "local") + [
-        record
-        for what, each in speeds.items()
-        for record in compared(what, each, "rows/s", "local")
-    ]
-    for which, title in (("first", "a first epoch"), ("next", "later epochs")):
-        counts = {
-            f"{place}, {what}": [epoch[which]]
-            for place, of in requests.items()
-            for what, epoch in of.items()
-        }
-        records += compared(f"requests of {title}", counts, "requests")
-    show_result("stores", settings, {"stores": figures}, records)
+            readers = {place.name: reading(stack, place) for place in found}
+            fetchers = {p.name: rows_per_second(p.rows, fetching(p)) for p in found}
+            backend = LocalBackend(2)
+            fits = {place.name: functools.partial(fit, place, backend) for place in found}
+            records = [
+                *compared("arrow", in_turns(readers, given.repeats, 1), "rows/s", "local"),
+                *compared("fetching alone", in_turns(fetchers, given.repeats), "rows/s", "local"),
+                *compared(f"fit, {EPOCHS} epochs", in_turns(fits, given.repeats, 1), "s", "local"),
+            ]
+    show_result("stores", {"rows": given.rows, "files": FILES, "workers": WORKERS}, records)
 
 
 def write(folder: Path, rows: int) -> None:
@@ -141,9 +92,7 @@ def write(folder: Path, rows: int) -> None:
             f"x{i:02}": rng.standard_normal(count, np.float32) for i in range(20)
         }
         columns["unwanted"] = rng.standard_normal(count)
-        values = rng.standard_normal((count, 16), np.float32)
-        offsets = np.arange(0, values.size + 1, 16, dtype=np.int32)
-        columns["vector"] = pa.ListArray.from_arrays(offsets, values.reshape(-1))
+        columns["vector"] = lists(rng.standard_normal((count, 16), np.float32))
         table = pa.table(columns)
         group = max(ROW_GROUP_BYTES * count // table.nbytes, 1)
         parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=group)
@@ -179,103 +128,38 @@ def _place(name: str, store: Store, path: str) -> Place:
     return Place(name, store, read_manifest(store, path, None, WANTED))
 
 
-def fit(found: list[Place], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of fits on each store, in turns, with processes that are warm."""
-    seconds: dict[str, list[float]] = {place.name: [] for place in found}
-    backend = LocalBackend(2)
-    for turn in range(repeats + 1):
-        for place in found:
-            net = torch.nn.Sequential(
-                torch.nn.Linear(16, 64),
-                torch.nn.ReLU(),
-                torch.nn.Linear(64, 1),
-                torch.nn.Flatten(0),
-            )
-            estimator = TorchEstimator(
-                model=net,
-                optimizer=torch.optim.SGD(net.parameters(), 0.01),
-                loss=torch.nn.functional.mse_loss,
-                feature_cols=["vector"],
-                label_cols=["x00"],
-                **{"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0},
-                **{"backend": backend, "store": place.store},
-            )
-            started = time.perf_counter()
-            estimator.fit_on_parquet()
-            if turn:
-                seconds[place.name].append(time.perf_counter() - started)
-    return seconds
-
-
-def module(kind: type[PlannedDataModule], place: Place) -> PlannedDataModule:
-    return kind(
-        train_dir=place.manifest.train.path,
-        val_dir=None,
-        columns=place.manifest.columns,
-        train_plan=plan_shards(place.manifest.train.row_groups, 1),
-        train_batch_size=BATCH,
-        train_reader_worker_count=WORKERS,
-        store=place.store,
+def fit(place: Place, backend: LocalBackend) -> None:
+    """Train on the rows of a store, with processes that are warm after the first fit."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1), torch.nn.Flatten(0)
     )
+    TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["vector"],
+        label_cols=["x00"],
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        verbose=0,
+        backend=backend,
+        store=place.store,
+    ).fit_on_parquet()
 
 
-def count_requests(place: Place) -> dict[str, dict[str, int]]:
-    """Return the requests of a first and of a later epoch for each reader."""
-    found: dict[str, dict[str, int]] = {}
-    for kind in READERS:
-        with module(kind, place) as data, counted() as requests:
-            bundles = one_per_group(data.train_plan.shards[0])
-            counts = []
-            for _ in range(2):
-                before = len(requests)
-                rows = sum(
-                    len(next(iter(part.values()))) for part in data.read(iter([bundles]), WORKERS)
-                )
-                assert rows == place.rows
-                counts.append(len(requests) - before)
-        found[kind.short_name] = {"first": counts[0], "next": counts[1]}
-    return found
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """Record the bytes of each range that this process requests from a store."""
-    sizes: list[int] = []
-    read_ranges = BaseStore.read_ranges
-
-    def read_and_note(store: Store, path: str, ranges: Any) -> list[bytes]:
-        found = read_ranges(store, path, ranges)
-        sizes.extend(map(len, found))
-        return found
-
-    BaseStore.read_ranges = read_and_note  # type: ignore[method-assign]
-    try:
-        yield sizes
-    finally:
-        BaseStore.read_ranges = read_ranges  # type: ignore[method-assign]
-
-
-def measure(
-    stack: contextlib.ExitStack, found: list[Place], repeats: int
-) -> dict[str, dict[str, float]]:
-    """Return the rows per second of each contender on each store, in turns."""
-    contenders: dict[tuple[str, str], Contender] = {}
-    for place in found:
-        for kind in READERS:
-            contenders[kind.short_name, place.name] = reading(stack, kind, place)
-        contenders["fetching alone", place.name] = fetching(place)
-    speeds: dict[str, dict[str, list[float]]] = {}
-    for turn in range(repeats + 1):
-        for (what, name), contender in contenders.items():
-            rows, seconds = contender()
-            if turn:
-                speeds.setdefault(what, {}).setdefault(name, []).append(rows / seconds)
-    return speeds
-
-
-def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: Place) -> Contender:
+def reading(stack: contextlib.ExitStack, place: Place) -> Callable[[], float]:
     """Open a reader of shuffled rows, pass after pass; a warm-up pass precedes a timed one."""
-    data = stack.enter_context(module(kind, place))
+    data = stack.enter_context(
+        ArrowDataModule(
+            train_dir=place.manifest.train.path,
+            val_dir=None,
+            columns=place.manifest.columns,
+            train_plan=plan_shards(place.manifest.train.row_groups, 1),
+            train_batch_size=BATCH,
+            train_reader_worker_count=WORKERS,
+            store=place.store,
+        )
+    )
     batches = data.train_chunks()
 
     def take() -> int:
@@ -284,30 +168,27 @@ def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: P
             rows += sum(next(batches).sizes)
         return rows
 
-    def run() -> tuple[int, float]:
+    def run() -> float:
         take()
         started = time.perf_counter()
-        rows = take()
-        return rows, time.perf_counter() - started
+        return take() / (time.perf_counter() - started)
 
     return run
 
 
-def fetching(place: Place) -> Contender:
-    """Fetch the same bytes, in the same requests, file after file, without decoding."""
-    store, footers = place.store, FooterCache(place.store)
+def fetching(place: Place) -> Callable[[], int]:
+    """Return a function that fetches the bytes file after file, in the requests of the reader."""
+    footers = FooterCache(place.store)
 
-    def run() -> tuple[int, float]:
-        started = time.perf_counter()
+    def fetch() -> int:
         for file in dict.fromkeys(group.file for group in place.manifest.train.row_groups):
             footer = footers.get(file)
             groups = range(footer.metadata.num_row_groups)
-            store.read_ranges(
-                file, [run for i in groups for run in joined(footer.chunks(i, WANTED))]
-            )
-        return place.rows, time.perf_counter() - started
+            runs = [run for i in groups for run in joined(footer.chunks(i, WANTED))]
+            place.store.read_ranges(file, runs)
+        return place.rows
 
-    return run
+    return fetch
 
 
 if __name__ == "__main__":

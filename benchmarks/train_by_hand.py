@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,8 @@ from pyspark.sql import DataFrame
 
 from benchmarks.common import WIDTH, Arrays, Net, squared_error
 
-
-@dataclass(frozen=True)
-class Trained:
-    """Result of rank 0: the weights and the seconds of its loop."""
-
-    state: dict[str, Any]
-    seconds: float
+State = dict[str, Any]
+"""Weights of `Net`, which rank 0 returns."""
 
 
 def save(folder: Path, split: str, rows: Arrays) -> None:
@@ -33,7 +27,7 @@ def save(folder: Path, split: str, rows: Arrays) -> None:
     np.save(folder / f"{split}_labels.npy", rows.labels)
 
 
-def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed: int) -> Trained:
+def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed: int) -> State:
     """Train `Net` with Horovod on saved arrays; validate after each epoch. Runs on every rank."""
     hvd.init()
     torch.manual_seed(seed + hvd.rank())
@@ -44,15 +38,12 @@ def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    started = time.perf_counter()
     for _ in range(epochs):
         _train_epoch(model, optimizer, features, labels, batch_size)
         with torch.no_grad():
             hvd.allreduce(squared_error(model(val_features), val_labels), name="validation")
-    taken = time.perf_counter() - started
-    state = model.state_dict()
     hvd.shutdown()
-    return Trained(state, taken)
+    return model.state_dict()
 
 
 def _train_epoch(
@@ -78,19 +69,10 @@ def _share(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def distribute(
     frame: DataFrame, folder: Path, ranks: int, settings: tuple[int, int, float, int]
-) -> Trained:
+) -> State:
     """Train with `TorchDistributor`: write Parquet with Spark, and read and train in its processes.
 
-    Parameters
-    ----------
-    frame : DataFrame
-        ``features``, ``label`` and ``is_validation``.
-    folder : Path
-        Output folder.
-    ranks : int
-        Processes.
-    settings : tuple
-        Epochs, rows of a batch, learning rate, and seed.
+    The settings are epochs, rows of a batch, learning rate, and seed.
     """
     features = vector_to_array("features", "float32").alias("features")
     written = frame.select(features, "label", "is_validation").write
@@ -116,7 +98,7 @@ def in_source(function: Any) -> Any:
 
 def train_from_parquet(
     folder: str, epochs: int, batch_size: int, learning_rate: float, seed: int
-) -> Trained:
+) -> State:
     """Train `Net` with ``DistributedDataParallel``; validate each epoch. Runs on every rank."""
     import torch.distributed as dist
 
@@ -127,18 +109,16 @@ def train_from_parquet(
     val_features, val_labels = _read_share(f"{folder}/rows/is_validation=true", rank, ranks)
     model = torch.nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * ranks)
-    started = time.perf_counter()
     for _ in range(epochs):
         _train_epoch(model, optimizer, features, labels, batch_size)
         with torch.no_grad():
             loss = squared_error(model.module(val_features), val_labels)
         dist.all_reduce(loss)
-    taken = time.perf_counter() - started
     dist.destroy_process_group()
     # The group's thread needs the GIL to release its last tensor. Deleting the model, below, waits
     # for that thread while holding the GIL; with torch 2.13 this is a deadlock.
     time.sleep(0.1)
-    return Trained(model.module.state_dict(), taken)
+    return model.module.state_dict()
 
 
 def _read_share(folder: str, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,6 @@ def document(part: str) -> str:
             "date": "2026-01-02",
             "commit": "abc",
             "settings": {"rows": 7},
-            "figures": {},
             "records": [asdict(record) for record in RECORDS],
             "machine": MACHINE,
         }
