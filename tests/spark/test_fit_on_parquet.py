@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from estimators import sum_estimator
 from pyarrow import parquet
@@ -105,26 +104,6 @@ def test_lists_and_decimals_in_both_of_sparks_formats(
         np.testing.assert_array_equal(found[name][order], values.astype(found[name].dtype))
     dtypes = {name: str(array.dtype) for name, array in found.items()}
     assert (dtypes["money"], dtypes["even"], dtypes["byte"]) == ("float64", "bool", "int8")
-
-
-def test_legacy_lists_of_nullable_lists_are_read_or_rejected(
-    spark: Any, store: Any, tmp_path: Path
-) -> None:
-    frame = make_frame(spark, 4).select("id", F.array(F.array("x"), F.array("y")).alias("pairs"))
-    spark.conf.set("spark.sql.parquet.writeLegacyFormat", "true")
-    try:
-        frame.coalesce(1).write.parquet(str(tmp_path / "data"))
-    finally:
-        spark.conf.unset("spark.sql.parquet.writeLegacyFormat")
-    if int(pa.__version__.partition(".")[0]) > 14:
-        # Newer versions of PyArrow do not open such files.
-        with pytest.raises(StoreError, match="writeLegacyFormat=true, write them without it"):
-            read_manifest(store, str(tmp_path / "data"), None, ["pairs"])
-        return
-    manifest = read_manifest(store, str(tmp_path / "data"), None, ["pairs"])
-    table = parquet.read_table(manifest.train.row_groups[0].file)
-    found = table_to_columns(table, manifest.columns)["pairs"]
-    np.testing.assert_array_equal(found, [row["pairs"] for row in frame.collect()])
 
 
 def test_a_warning_reports_unused_files_at_val_path(tmp_path: Path, caplog: Any) -> None:

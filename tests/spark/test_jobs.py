@@ -18,10 +18,8 @@ from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import (
     JobCancelledError,
-    ResultsError,
     WorkerFailedError,
 )
-from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.spark_backend import SparkBackend
 
@@ -225,18 +223,3 @@ def test_a_killed_python_worker_is_reported_with_its_host(
     assert "Python worker exited unexpectedly" in str(caught.value)
     assert "scala:" not in str(caught.value)
     assert caught.value.__cause__ is not None
-
-
-def test_result_limits_are_reported_and_users_errors_stay_unchanged(spark: Any) -> None:
-    frame = spark.range(1).select(F.raise_error(F.lit("of the user's own")))
-    with pytest.raises(Exception, match="of the user's own") as caught, jobs_on(frame):
-        frame.collect()
-    assert type(caught.value).__module__.startswith(("py4j", "pyspark"))
-
-    conf = spark.sparkContext._jsc.sc().conf()
-    conf.set("spark.driver.maxResultSize", "1")
-    try:
-        with pytest.raises(ResultsError, match="maxResultSize"), jobs_on(frame):
-            spark.range(100).collect()
-    finally:
-        conf.remove("spark.driver.maxResultSize")

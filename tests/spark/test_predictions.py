@@ -68,16 +68,6 @@ def test_a_model_runs_once_per_row_under_any_filter(
     assert not path.exists()
 
 
-def test_a_filter_on_another_column_reaches_the_scan(spark: Any, tmp_path: Path) -> None:
-    spark.range(4).selectExpr("id", "id * 2.0 as x").write.parquet(str(tmp_path / "rows"))
-    predicted = make_model(Noting()).transform(spark.read.parquet(str(tmp_path / "rows")))
-    chosen = predicted.where("id > 1 and y__output < 6")
-    assert "GreaterThan(id,1)" in str(chosen._jdf.queryExecution().executedPlan())
-    assert [tuple(row) for row in chosen.collect()] == [(2, 4.0, 4.0)]
-    joined = chosen.join(predicted.withColumnRenamed("y__output", "other"), "id")
-    assert [tuple(row) for row in joined.collect()] == [(2, 4.0, 4.0, 4.0, 4.0)]
-
-
 class Choosy(torch.nn.Module):
     """Accept numbers up to 5, and fail on larger ones."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hvd_estimators import run_elastic
-from hvd_estimators.exceptions import ParamError, WorkerFailedError
+from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
@@ -147,12 +147,6 @@ def test_reset_limit_ends_the_job_with_the_last_ranks_error(spark: Any, tmp_path
         run_elastic(count, (str(tmp_path), 9), num_proc=1, reset_limit=1)
     assert (caught.value.relaunches, caught.value.error_type) == (1, "OSError")
     assert "reset_limit=1 allows no more" in str(caught.value)
-
-
-def test_a_call_that_cannot_be_pickled_fails_at_once(spark: Any) -> None:
-    lock = threading.Lock()
-    with pytest.raises(ParamError, match="sent to the ranks"):
-        run_elastic(lambda: lock, num_proc=1)
 
 
 @pytest.mark.soak

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hvd_estimators import keras as hvd_keras
 from hvd_estimators import torch as hvd_torch
 from hvd_estimators.compat.keras import KerasEstimator as CompatKerasEstimator
 from hvd_estimators.compat.torch import TorchEstimator as CompatTorchEstimator
-from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.exceptions import ColumnError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.torch import TorchEstimator
 
@@ -169,11 +168,3 @@ def test_compat_adds_no_columns(assembled: Any, store: Any) -> None:
     assert given.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
     given = of_keras(store, "linear", "mse", CompatKerasEstimator)
     assert given.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
-
-
-def test_class_numbers_must_be_whole(assembled: Any, store: Any) -> None:
-    cross_entropy = functools.partial(torch.nn.functional.cross_entropy, label_smoothing=0.1)
-    halves = assembled.selectExpr("features", "0.5D as label")
-    estimator = of_torch(store, 3, cross_entropy)
-    with pytest.raises(DataError, match=r"whole numbers in the column 'label'.*found 0.5"):
-        estimator.fit(halves)

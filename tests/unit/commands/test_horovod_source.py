@@ -9,7 +9,7 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
-from horovod_wheels import RECIPE, make_patched_source, make_source
+from horovod_wheels import RECIPE, make_patched_source
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -22,7 +22,6 @@ from hvd_estimators.launch.horovod_build import (
     REVISION,
     describe_build,
     horovod_problem,
-    installed_horovod_spark,
     installed_record,
 )
 from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, TOKEN_VARIABLE
@@ -169,12 +168,3 @@ class TestImportOfHorovodSpark:
         spark = "hvd_estimators.compat.spark"
         assert first == f"hvd_estimators.store.base {spark}.common.store {spark}"
         assert second == f"True {source}/horovod/__init__.py"
-
-    def test_its_kind_is_detected_without_importing_it(self, tmp_path, install):
-        for kind, recipe in [("off", RECIPE), ("compat", COMPAT)]:
-            install(make_patched_source(tmp_path / kind, recipe))
-            assert installed_horovod_spark() == kind
-        install(make_source(tmp_path / "released"))
-        assert installed_horovod_spark() == "frozen"
-        install(None)
-        assert installed_horovod_spark() is None

@@ -134,16 +134,6 @@ def test_columns_are_known_by_their_numbers(tmp_path: Path) -> None:
         assert load(newest, name)[name] == [4]
 
 
-def test_files_of_other_programs_are_known_by_names(tmp_path: Path) -> None:
-    """These have no numbers of columns."""
-    table = create(tmp_path / "table", x=DOUBLE, y=DOUBLE)
-    append(table, pa.table({"y": [1.0], "x": [2.0]}), has_ids=False)
-    append(table, pa.table({"x": [3.0]}), has_ids=False)
-    assert values(tmp_path / "table") == [2, 3]
-    with pytest.raises(StoreError, match="column 'y'"):
-        load(tmp_path / "table", "y")
-
-
 def identified(name: str, number: int, kind: pa.DataType) -> pa.Field:
     return pa.field(name, kind, metadata={"PARQUET:field_id": str(number)})
 

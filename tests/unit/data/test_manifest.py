@@ -28,28 +28,6 @@ def test_manifests_survive_json_and_pickle(validation):
     assert pickle.loads(pickle.dumps(manifest)) == manifest
 
 
-def test_the_document_is_plain_json():
-    document = json.loads(DatasetManifest(COLUMNS, TRAIN).to_json())
-
-    assert document["columns"][1] == {
-        "name": "pixels",
-        "kind": "array",
-        "dtype": "uint8",
-        "shape": [28, 28, 3],
-        "stored": [],
-        "range": None,
-        "is_whole": False,
-    }
-    assert document["train"]["row_groups"][1] == {
-        "file": "/b",
-        "index": 3,
-        "rows": 5,
-        "open_bytes": 0,
-        "footer": 0,
-    }
-    assert document["validation"] is None
-
-
 DOCUMENT = json.loads(DatasetManifest(COLUMNS, TRAIN, VALIDATION).to_json())
 
 

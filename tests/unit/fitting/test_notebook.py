@@ -1,8 +1,7 @@
-"""The display of a fit and its plots in a saved notebook, executed by a real kernel."""
+"""The display of a fit in a saved notebook, executed by a real kernel."""
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import pytest
@@ -49,29 +48,12 @@ in_thread(handle, progress(0, 4))
 stack.close()
 """
 
-PLOT = """
-import sys
-from hvd_estimators import Store, plot_histories
-from hvd_estimators.store.runs import history_text, run_file
-store = Store.create("runs")
-path = run_file(store.run_paths("mine").run_path, "history")
-store.write_text(path, history_text([(0, "train", "loss", 1.0), (1, "train", "loss", 0.5)]))
-assert "matplotlib.pyplot" not in sys.modules
-plot_histories(store, ["mine"])
-"""
-
-INLINE = """
-%matplotlib inline
-plot_histories(store, ["mine"])
-"""
-
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the outputs of the cells as a saved notebook has them."""
     folder = tmp_path_factory.mktemp("notebook")
     sources = {"start": START, "fit": FIT, "open": OPEN, "elsewhere": ELSEWHERE}
-    sources |= {"plot": PLOT, "inline": INLINE}
     notebook = nbformat.v4.new_notebook(
         cells=list(map(nbformat.v4.new_code_cell, sources.values()))
     )
@@ -104,12 +86,3 @@ def test_a_saved_notebook_has_stages_and_epochs_in_their_cell(cells: dict[str, l
 
 def test_epochs_do_not_appear_in_the_cell_that_runs_later(cells: dict[str, list[Any]]) -> None:
     assert cells["elsewhere"] == []
-
-
-def test_a_plot_is_displayed_once_with_and_without_an_inline_backend(
-    cells: dict[str, list[Any]],
-) -> None:
-    for name in ("plot", "inline"):
-        (output,) = cells[name]
-        assert output.output_type == "execute_result"
-        assert base64.b64decode(output.data["image/png"]).startswith(b"\x89PNG")

@@ -86,22 +86,6 @@ def test_a_logger_gets_the_run_its_values_and_its_end(caplog: pytest.LogCaptureF
     assert warnings(caplog) == []
 
 
-def test_each_fit_calls_a_copy() -> None:
-    """The fits of a grid share the loggers, and run at the same time."""
-
-    class KeepsRun(Recorder):
-        def start(self, run: LoggedRun) -> None:
-            super().start(run)
-            self.run = run
-
-    logger = KeepsRun()
-    for number in range(2):
-        loggers = started(logger, epoch=number)
-        assert not hasattr(logger, "run")
-        loggers.finish("finished")
-    assert [call[0] for call in logger.calls] == ["start", "finish"] * 2
-
-
 def test_a_new_run_fails_if_a_logger_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     others, optional = Recorder(), Recorder()
     wrong = Recorder("start", ValueError("no such project"))

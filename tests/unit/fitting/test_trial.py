@@ -316,29 +316,3 @@ def test_keras_models_need_a_test_step_or_a_loss_for_validation() -> None:
     dry_run(Tested, keras.layers.Dense, validation=0.5)
     with pytest.raises(ParamError, match=r"^validation: .*Give the model a test_step\(\), or set"):
         dry_run(OfOutputs, keras.layers.Dense, validation=0.5)
-
-
-@pytest.mark.parametrize("rows", [3, 2])
-def test_steps_that_compare_other_tensors_are_checked(rows: int) -> None:
-    class Pairs(keras.Model):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            first, second = (self(x) for x in data)
-            numbers = keras.ops.arange(rows)
-            return {
-                "loss": self.compute_loss(y=numbers, y_pred=first @ keras.ops.transpose(second))
-            }
-
-    def compiled() -> keras.Model:
-        inputs = keras.Input((4,))
-        model = Pairs(inputs, keras.layers.Dense(2)(inputs))
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    # The compiled loss cannot take outputs of (3, 2) and labels of (3, 4).
-    columns = {"x": COLUMNS["x"], "y": COLUMNS["x"]}
-    dry_run = DryRun(compiled(), ["x"], ["y"], None, None, copy=compiled)
-    if rows == 3:
-        dry_run.run(columns)
-    else:
-        with pytest.raises(ShapeError, match=r"(?s)train_step failed on .*x \(3, 4\), y \(3, 4\)"):
-            dry_run.run(columns)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_estimators.data.arrays import to_vectors
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.output_columns import (
     OutputType,
@@ -99,25 +98,3 @@ def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -
     none = to_column(array[:0], shape, np.zeros(2, bool))
     assert none.to_pylist() == [None, None]
     assert none.type == column.type
-
-
-@pytest.mark.parametrize("size", [1, 3, 0])
-def test_vectors_have_sparks_struct(size: int) -> None:
-    values = np.arange(2.0 * size).reshape(2, size).astype(np.float32)
-    for valid in (None, np.array([False, True, True, False])):
-        column = to_vectors(values, valid)
-        column.validate(full=True)
-        made = iter(values.tolist())
-        expected = [
-            {"type": 1, "size": None, "indices": None, "values": next(made)} if is_row else None
-            for is_row in ([True, True] if valid is None else valid)
-        ]
-        assert column.to_pylist() == expected
-        fields = {field.name: str(field.type) for field in column.type}
-        assert fields == {
-            "type": "int8",
-            "size": "int32",
-            "indices": "list<element: int32 not null>",
-            "values": "list<element: double not null>",
-        }
-    assert len(to_vectors(values[:0])) == 0

@@ -1,7 +1,5 @@
 """GPU selection for a rank, without GPUs."""
 
-import json
-
 import pytest
 
 from hvd_estimators import get_available_devices
@@ -16,11 +14,9 @@ from hvd_estimators.launch.gpus import (
     rank_gpus,
     visible_gpus,
 )
-from hvd_estimators.launch.rank.environment import assign_ranks
 
 UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
 MIG = "MIG-5b1d4d3a-0b0b-5d4a-9a3f-1f3f1c1a2b3c"
-BY_LOCAL_RANK = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -94,32 +90,6 @@ def test_a_variable_makes_the_local_rank_override_sparks_assignment(value, gpus)
     env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": value}
 
     assert assigned_gpus(["4"], env) == gpus
-
-
-def test_ranks_of_one_host_see_different_gpus_by_local_rank():
-    slots = assign_ranks(["a", "b", "a", "b"])
-
-    pinned = [
-        variables(["4"], [], slot.local_rank, slot.local_size, BY_LOCAL_RANK) for slot in slots
-    ]
-
-    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in pinned] == ["0", "0", "1", "1"]
-    assert {entry["HVD_ESTIMATORS_GPU_ADDRESSES"] for entry in pinned} == {json.dumps(["4"])}
-
-
-def test_no_devices_are_assigned_outside_ranks(monkeypatch):
-    monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
-
-    assert get_available_devices() == []
-
-
-def test_unpinned_ranks_share_the_visible_gpus(monkeypatch):
-    monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
-    slots = assign_ranks(["a", "a", "a", "b"])
-
-    assert [gpu_index(2, slot.local_rank) for slot in slots] == [0, 1, 0, 0]
-    assert [gpu_index(1, slot.local_rank) for slot in slots] == [0, 0, 0, 0]
-    assert gpu_index(0, 1) is None
 
 
 def test_either_all_ranks_or_none_have_a_gpu():

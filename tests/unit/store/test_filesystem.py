@@ -91,15 +91,6 @@ def test_files_are_written_listed_read_and_deleted(store):
         store.read(checkpoints[0])
 
 
-def test_glob_characters_in_names_are_literal(store):
-    for name in ("a?c", "abc", "[a]"):
-        store.write_text(f"{store.prefix_path}/{name}", name)
-    store.delete(f"{store.prefix_path}/a?c")
-    assert store.names(store.prefix_path) == ["[a]", "abc"]
-    with pytest.raises(ParamError, match="for patterns"):
-        FilesystemStore(f"{store.prefix_path}/data[1]")
-
-
 def write_half(store, path, error):
     with store.open_atomic(path) as file:
         file.write(b"half")
@@ -152,20 +143,6 @@ def test_s3_and_s3a_name_the_same_store():
     assert store.secrets == set(options.values())
     assert store.without_options().storage_options == {}
     assert not store.save_storage_options
-
-
-def test_the_prefix_is_optional_with_explicit_paths():
-    store = FilesystemStore(train_path="s3://bucket/train", runs_path="s3://bucket/runs")
-    assert store.prefix_path is None
-    assert store.folder == "s3://bucket/runs"
-    assert store.get_train_data_path("7f") == "s3://bucket/train.7f"
-    assert repr(store) == (
-        "FilesystemStore(train_path='s3://bucket/train', runs_path='s3://bucket/runs')"
-    )
-    with pytest.raises(ParamError, match="val_path is not set"):
-        store.get_val_data_path()
-    with pytest.raises(ParamError, match="both train_path and runs_path"):
-        FilesystemStore(train_path="s3://bucket/train")
 
 
 class AzureInMemory(fsspec.get_filesystem_class("memory")):

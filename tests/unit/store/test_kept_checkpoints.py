@@ -12,12 +12,10 @@ from saved_checkpoints import (
     epochs_in,
     file_names,
     model_of,
-    restored,
     save,
     state_of,
 )
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoints import (
     best_checkpoint,
     list_checkpoints,
@@ -71,13 +69,6 @@ def test_options_select_the_best_checkpoint(store: Any, options: Any, best: int)
     assert epochs_in(store) == sorted({best, 4})
 
 
-def test_an_unknown_metric_is_reported_after_the_first_checkpoint(store: Any) -> None:
-    options = CheckpointOptions("torch", monitor="vall_loss", mode="min")
-    with pytest.raises(ParamError, match=r"checkpoint_monitor: found 'vall_loss'.*Set one of"):
-        save(store, 1, options=options)
-    assert epochs_in(store) == [1]
-
-
 def test_mid_epoch_checkpoints_sort_between_epochs(any_store: Any) -> None:
     run = any_store.run_paths("mine")
     with CheckpointWriter(any_store, run, CheckpointOptions("torch", 3)) as writer:
@@ -123,12 +114,3 @@ def test_only_leftovers_of_killed_ranks_are_deleted(store: Any) -> None:
     save(store, 2)
     names = {*others, *(f"checkpoint-00000{n}.{s}" for n in (1, 2) for s in ("ckpt", "json"))}
     assert set(file_names(store)) == names
-
-
-def test_a_checkpoint_is_saved_where_a_killed_rank_left_its_file(store: Any) -> None:
-    save(store, 1)
-    orphan = Path(store.get_checkpoints("mine")[0].replace("000001", "000002"))
-    orphan.write_bytes(b"half")
-    save(store, 2, options=CheckpointOptions("torch", keep=1))
-    assert restored(store) == (2, 2)
-    assert orphan.stat().st_size > 4

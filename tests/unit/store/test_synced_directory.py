@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store import FilesystemStore
 from hvd_estimators.store.synced_directory import SyncedDirectory
 
 
@@ -32,16 +32,6 @@ def contents(store):
 
 def uploaded(directory):
     directory._upload.result(10)
-
-
-def test_a_local_stores_directory_is_used_directly(tmp_path):
-    store = LocalStore(str(tmp_path))
-    with SyncedDirectory(store, logs(store)) as directory:
-        assert directory.path == logs(store)
-        Path(directory.path).mkdir(parents=True)
-        Path(directory.path, "events").write_text("one")
-        directory.sync()
-    assert contents(store) == {"events": b"one"}
 
 
 def test_files_are_uploaded_at_each_sync_and_at_the_end(store):

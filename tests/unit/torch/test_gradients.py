@@ -229,28 +229,3 @@ def test_losses_with_several_weights_are_divided_apart_unless_they_accumulate(
     weights.start(1, 2, 2)
     with pytest.raises(ParamError, match="must be the only loss of its batch"):
         weights.of_call([stating(3.0, None)])
-
-
-def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averager: Any) -> None:
-    collective.size = 1
-    net, optimizer = net_and_optimizer()
-    follows = averager(net, [optimizer])
-    for mean in (float("inf"), 3.0):
-        for number in range(2):
-            follows.weights.start(1, 2, 2, is_last=number == 1)
-            with follows.averaging(accumulate=number == 0):
-                scaled = of_rows(net, mean) * follows.weights.of_call([stating(mean, 4.0)])[0]
-                if number == 0:
-                    optimizer.zero_grad()
-                (scaled / 2).backward()
-    assert net.weight.grad.item() == pytest.approx(3.0)
-
-
-def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> None:
-    net, optimizer = net_and_optimizer()
-    follows = GradientAverager(net, [optimizer])
-    assert torch.autograd.backward is imported_backward
-    follows.remove()
-    backward(net)
-    optimizer.step()
-    assert (collective.sent, net.weight.grad) == (0, 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 from typing import Any
 
@@ -81,16 +80,6 @@ def test_metrics_are_named_after_their_function_or_class(
     groups: Any, labels: list[str], names: list[str]
 ) -> None:
     assert Metrics(groups, labels).names == names
-
-
-def test_metric_names_of_horovod_spark() -> None:
-    groups = [[my_mae], [collection()]]
-    upstream = Metrics(groups, ["y"], upstream_names=True)
-    assert upstream.names == [
-        "group_0_y",
-        "group_1_y_MulticlassF1Score",
-        "group_1_y_MulticlassPrecision",
-    ]
 
 
 def rows(rng: np.random.Generator, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,11 +205,6 @@ def test_only_classification_metrics_get_integer_labels() -> None:
     states = EpochMetricStates(Metrics([[torchmetrics.AUROC("binary")]], ["y"]))
     with pytest.raises(ValueError, match=r"BinaryAUROC takes class numbers .* found 0\.5"):
         states.update(evaluation(torch.zeros(2), torch.tensor([1.0, 0.5])))
-
-
-def test_values_without_rows_are_nan() -> None:
-    values = EpochMetricStates(Metrics([[collection()]], ["y"])).values([])
-    assert all(map(math.isnan, values.values()))
 
 
 class Measured(torch.nn.Module):

@@ -69,15 +69,6 @@ def test_at_most_three_copied_blocks_are_held():
             assert begun[-1] <= what + 3
 
 
-def test_errors_of_the_reader_reach_the_loop():
-    def blocks():
-        yield 0, [0]
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        list(ahead_of_use(blocks(), lambda tensors: lambda: tensors))
-
-
 def test_no_chunk_is_read_ahead_after_the_last_batch(columns, monkeypatch):
     monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
     is_beyond = threading.Event()

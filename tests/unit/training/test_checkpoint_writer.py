@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import threading
 import uuid
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from saved_checkpoints import (
     state_of,
 )
 
-from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import FilesystemStore
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
@@ -128,33 +126,6 @@ def test_failed_writes_leave_nothing(store: Any) -> None:
     ):
         writer.save(state_of(2), write)
     assert len(file_names(store)) == 2
-
-
-def test_remote_checkpoints_are_read_once_sequentially(monkeypatch: Any) -> None:
-    store = Store.create(f"memory://{uuid.uuid4().hex}")
-    save(store, 1, 2)
-    opened: list[str] = []
-    places: list[int] = []
-    plain = FilesystemStore.open
-
-    class Watched(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            places.append(self.tell())
-            return super().read(size)
-
-        def seek(self, *args: Any) -> int:
-            pytest.fail("it was sought")
-
-    def open_watched(self: Any, path: str) -> Any:
-        if path.endswith(".json"):
-            return plain(self, path)
-        opened.append(path)
-        return Watched(self.read(path))
-
-    monkeypatch.setattr(FilesystemStore, "open", open_watched)
-    assert restored(store) == (2, 2)
-    assert opened == [store.get_checkpoints("mine")[-1]]
-    assert all(a < b for a, b in itertools.pairwise(places))
 
 
 class Full(io.BytesIO):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState
-from hvd_estimators.training.shard_state import ShardStates, find_buffers
+from hvd_estimators.training.shard_state import ShardStates
 
 
 class Counted(torch.nn.Module):
@@ -79,15 +77,3 @@ def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
             "seen": [True] * 3,
             "phase": [complex(3, 3) * epoch],
         }
-
-
-def test_names_of_buffers_are_checked() -> None:
-    buffers = {"a.most": "float", "b.most": "float", "b.seen": "bool", "b.phase": "complex"}
-    found = find_buffers({"most": "max", "b.most": "min", "seen": "max"}, buffers, ".")
-    assert found == {"a.most": "max", "b.most": "min", "b.seen": "max"}
-    with pytest.raises(ParamError, match=r"no buffer 'ost'\. Its buffers: 'a\.most', "):
-        find_buffers({"ost": "max"}, buffers, ".")
-    with pytest.raises(ParamError, match=r"'b\.seen' is bool, .* 'sum'\. Set one of 'max'"):
-        find_buffers({"seen": "sum"}, buffers, ".")
-    with pytest.raises(ParamError, match=r"'b\.phase' is complex, which has no 'max'"):
-        find_buffers({"phase": "max"}, buffers, ".")
