@@ -13,8 +13,9 @@ from hvd_estimators.commands.toolchain import (
     default_jobs,
     detect_recipe,
     find_cuda_toolkit,
+    find_nccl,
 )
-from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.exceptions import BuildError, DependencyError
 from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import cuda_of
 
@@ -56,6 +57,19 @@ class TestDetection:
         monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda: toolkit)
 
         assert detect_recipe(gpu).cuda == expected
+
+    @pytest.mark.parametrize(
+        ("torch_cuda", "toolkit", "message"),
+        [(None, Path("/cuda"), "is built for CPUs"), ("12.6", None, "no CUDA toolkit")],
+    )
+    def test_unavailable_cuda_is_an_error_if_requested(
+        self, monkeypatch, torch_cuda, toolkit, message
+    ):
+        monkeypatch.setattr(toolchain, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda: toolkit)
+
+        with pytest.raises(BuildError, match=message):
+            detect_recipe("cuda")
 
     @pytest.mark.parametrize(
         ("framework", "note", "content", "expected"),
@@ -113,6 +127,26 @@ class TestDetection:
 
         monkeypatch.setenv("CUDA_HOME", str(make_toolkit("home")))
         assert find_cuda_toolkit() == tmp_path / "home"
+
+    def test_nccl_is_that_of_torch_unless_another_is_specified(self, monkeypatch, tmp_path):
+        for name in ("HOME", "INCLUDE", "LIB"):
+            monkeypatch.delenv(f"HOROVOD_NCCL_{name}", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        notes = tmp_path / "nvidia_nccl_cu13-2.28.9.dist-info" / "METADATA"
+        notes.parent.mkdir()
+        notes.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.28.9\n")
+        folder = tmp_path / "nvidia" / "nccl"
+        (folder / "include").mkdir(parents=True)
+        (folder / "include" / "nccl.h").touch()
+        assert find_nccl("13.0") is None
+
+        (folder / "lib").mkdir()
+        (folder / "lib" / toolchain.NCCL_LIBRARY).touch()
+        assert find_nccl("13.0") == folder
+        assert find_nccl("12.6") is None
+
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "other"))
+        assert find_nccl("13.0") is None
 
     @pytest.mark.parametrize(
         ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]

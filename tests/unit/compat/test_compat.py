@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.compat.finder import ALIASES
 from hvd_estimators.exceptions import DependencyError, LeftOutError
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.loading.transform import Transformation, Transformed
+from hvd_estimators.loading.transform_pool import TransformPool
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.base import LEFT_OUT
 
@@ -123,6 +126,15 @@ def test_the_guide_lists_all_unsupported_names() -> None:
     names = {name for left_out in [*LEFT_OUT_NAMES.values(), LEFT_OUT] for name in left_out}
     modules = {name.removeprefix("horovod.spark") for name in LEFT_OUT_MODULES}
     assert sorted(name for name in names | modules if f"``{name}``" not in guide) == []
+
+
+def test_unknown_names_raise_the_usual_error(compat: None) -> None:
+    for statement in ("import horovod.spark.nothing", "from horovod.spark.torch import Nothing"):
+        with pytest.raises(ImportError) as error:
+            exec(statement)
+        assert not isinstance(error.value, LeftOutError)
+    with pytest.raises(AttributeError, match=r"'horovod\.spark\.torch' has .* 'TorchModel'\?"):
+        _ = importlib.import_module("horovod.spark.torch").TorchModels
 
 
 def frozen_modules() -> Iterator[tuple[str, ast.Module]]:
@@ -265,6 +277,31 @@ def test_ranks_know_the_names_before_unpickling(compat: None, tmp_path: Path) ->
     assert home == "hvd_estimators.store.base"
 
 
+def test_transforming_processes_know_the_names_before_unpickling(
+    compat: None, tmp_path: Path
+) -> None:
+    (tmp_path / "users_transformations.py").write_text(
+        "from horovod.spark.common.store import Store\n"
+        "def named(columns):\n"
+        "    return {'letters': columns['number'] + len(Store.__module__)}\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from users_transformations import named  # type: ignore[import-not-found]
+
+        transformation = Transformation(batch_function=named)
+        pool = TransformPool(transformation, 1)
+        parts = iter([{"number": np.arange(3)}])
+        (found,) = pool.transform(parts, Transformed(transformation), [0], 0)
+        pool.close()
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("users_transformations", None)
+
+    letters = len("hvd_estimators.store.base")
+    assert found["letters"].tolist() == [letters, letters + 1, letters + 2]
+
+
 def test_an_already_imported_frozen_package_is_an_error() -> None:
     done = in_a_fresh_process(
         """
@@ -339,6 +376,17 @@ def test_keras_optimizers_average_over_ranks_or_are_rejected(compat: None, tmp_p
     loaded = hvd.load_model(str(tmp_path / "model.keras"), custom_optimizers=[Own])
     assert is_distributed(loaded.optimizer)
     assert float(loaded.optimizer.learning_rate) == 0.25
+
+
+def test_names_of_lightning_1_that_libraries_import_exist(
+    compat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utilities = importlib.import_module("pytorch_lightning.utilities")
+    monkeypatch.delattr(utilities, "_module_available", raising=False)
+    sys.modules.pop("hvd_estimators.compat.spark.lightning", None)
+    importlib.import_module("horovod.spark.lightning")
+    assert utilities._module_available("horovod")
+    assert not utilities._module_available("no_such_module_at_all")
 
 
 def test_estimators_may_derive_from_their_params_as_in_horovod_spark() -> None:

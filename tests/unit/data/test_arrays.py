@@ -57,6 +57,16 @@ def test_sparse_columns_equal_the_dense_matrix(rows):
     np.testing.assert_array_equal(array, dense[rows])
 
 
+@pytest.mark.parametrize("missing", ["indices", "values"])
+def test_errors_about_null_rows_name_the_sparse_column(missing):
+    columns = {"indices": [[0], [1]], "values": [[2.0], [3.0]]}
+    columns[missing][1] = None
+    table = pa.table({f"x__{name}": values for name, values in columns.items()})
+
+    with pytest.raises(DataError, match="'x"):
+        only(table, ColumnSpec("x", "sparse", "float64", (2,)))
+
+
 @pytest.mark.parametrize(
     ("values", "shape"),
     [

@@ -164,6 +164,21 @@ def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
     return found["x"], valid
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.0, 2.0], [3.0]], "'x' is ragged"),
+        ([[[1.0, 2.0]], [[3.0]]], "'x' is ragged"),
+        ([[[1.0], [2.0]], [[3.0]]], "'x' is ragged"),
+        ([[[1.0], None], [[3.0], [4.0]]], "'x' holds nulls"),
+        ([[True, None], [True, False]], "'x' holds nulls"),
+    ],
+)
+def test_ragged_arrays_and_nulls_within_are_rejected(rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        arrays(pa.array(rows))
+
+
 def test_rows_with_nulls_are_skipped_if_kept_as_null_predictions() -> None:
     found, valid = arrays(pa.array([1.0, None, float("nan")]), keeps_nulls=True)
     assert valid.tolist() == [True, False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_rows_that_a_deletion_vector_hides_are_an_error(
         load(table, "x")
 
 
+def test_the_feature_without_deletion_vectors_is_no_error(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    write_deltalake(table, ROWS)
+    commit(table, protocol("deletionVectors", "columnMapping", "timestampNtz"))
+    np.testing.assert_array_equal(np.sort(load(table, "x")["x"]), [1, 2, 3, 4])
+
+
 def test_mapped_columns_are_an_error(tmp_path: Path) -> None:
     table = tmp_path / "table"
     write_deltalake(table, ROWS)
@@ -122,3 +130,29 @@ def test_mapped_columns_are_an_error(tmp_path: Path) -> None:
     commit(table, protocol("columnMapping"), {"metaData": mapped})
     with pytest.raises(StoreError, match=r"column mapping by name.*\.load\(\".*/table\"\)\)"):
         load(table, "x")
+
+
+def test_files_of_another_table_are_an_error(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    write_deltalake(table, ROWS)
+    (add,) = [a["add"] for a in actions(table) if "add" in a]
+    commit(table, {"add": {**add, "path": f"file://{tmp_path}/other/{add['path']}"}})
+    with pytest.raises(StoreError, match="files of another table"):
+        load(table, "x")
+
+
+def test_unknown_features_are_an_error(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    write_deltalake(table, ROWS)
+    commit(table, protocol("fromTheFuture"))
+    with pytest.raises(StoreError, match="fromTheFuture"):
+        load(table, "x")
+
+
+def test_without_deltalake_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_deltalake(tmp_path / "table", ROWS)
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(StoreError, match=r"Run: pip install .*\[tables\].*Or train on its DataF"):
+        load(tmp_path / "table", "x")

@@ -1,16 +1,19 @@
 """Description of Parquet files from their footers."""
 
 import io
+import os
 import re
 import threading
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
+from hvd_estimators.data.footers import FileFooter, read_footers
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.store import LocalStore, Store
@@ -47,6 +50,20 @@ def test_row_groups_follow_the_order_of_file_names(store, folder):
     first, second = str(folder / "part-1.parquet"), str(folder / "part-2.parquet")
     assert split.path == str(folder)
     assert placed(split) == [(first, 0, 2), (first, 1, 2), (first, 2, 1), (second, 0, 2)]
+
+
+def test_hidden_parent_folders_hide_nothing(tmp_path):
+    folder = tmp_path / ".cache" / "_data"
+    folder.mkdir(parents=True)
+    write(folder / "a.parquet", x=[1.0])
+
+    assert read_split(LocalStore(str(tmp_path)), str(folder), [X])[0].rows == 1
+
+
+def test_a_single_file_is_a_dataset(store, folder):
+    write(folder / "a.parquet", x=[1.0, 2.0])
+
+    assert manifest(store, folder / "a.parquet", "x").train.rows == 2
 
 
 def test_first_rows_come_only_from_the_first_row_group(store, folder):
@@ -103,6 +120,17 @@ def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place)
         read_split(store, str(folder), [X])[0]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_pipes_among_files_are_an_error(folder, scheme):
+    write(folder / "a.parquet", x=[1.0])
+    os.mkfifo(folder / "b.parquet")
+    store = Store.create(f"{scheme}{folder}")
+
+    with pytest.raises(StoreError, match=r"b\.parquet' is not a regular file but a pipe"):
+        manifest(store, f"{scheme}{folder}", "x")
+
+
 def test_missing_paths_and_empty_folders_are_errors(store, folder):
     with pytest.raises(StoreError, match=r"no Parquet dataset at .*absent"):
         manifest(store, folder / "absent", "x")
@@ -138,6 +166,71 @@ def test_folders_of_hudi_tables_are_rejected(tmp_path, remote):
         made.fs.rm(root, recursive=True)
 
 
+def test_partitions_of_hudi_are_recognized_by_their_marker(store, folder):
+    write(folder / "part.parquet", x=[1.0])
+    (folder / ".hoodie_partition_metadata").write_text("")
+    with pytest.raises(StoreError, match="is a Hudi table"):
+        manifest(store, folder, "x")
+
+
+def test_folders_that_only_resemble_tables_are_read(store, folder):
+    """Names alone, or other files in the folders, do not make a table."""
+    for name in ("metadata", "data/day=1"):
+        (folder / name).mkdir(parents=True)
+        write(folder / name / "part.parquet", x=[1.0])
+    (folder / "metadata" / "_notes.json").write_text("")
+    assert manifest(store, folder, "x").train.rows == 2
+    assert manifest(store, folder / "data" / "day=1", "x").train.rows == 1
+    assert manifest(store, folder / "data", "x").train.rows == 1
+
+
+def test_links_to_files_are_read_and_others_are_errors(store, folder, tmp_path):
+    write(tmp_path / "target.parquet", x=[1.0, 2.0])
+    (folder / "link.parquet").symlink_to(tmp_path / "target.parquet")
+    assert manifest(store, folder, "x").train.rows == 2
+
+    (folder / "lost.parquet").symlink_to(tmp_path / "missing.parquet")
+    with pytest.raises(StoreError, match=r"lost\.parquet"):
+        manifest(store, folder, "x")
+
+    (folder / "lost.parquet").unlink()
+    (folder / "folder.parquet").symlink_to(tmp_path)
+    with pytest.raises(StoreError, match=r"folder\.parquet' is not a regular file"):
+        manifest(store, folder, "x")
+
+
+def test_files_with_equal_schemas_share_their_columns(store, folder):
+    """pandas also stores the number of rows; Arrow's types may differ for equal Parquet types."""
+    pd.DataFrame({"x": [1.0, 2.0]}).to_parquet(folder / "a.parquet", index=True)
+    pd.DataFrame({"x": [1.0, 2.0, 3.0]}).to_parquet(folder / "b.parquet", index=True)
+    for name, data_type in (("c", pa.list_), ("d", pa.large_list), ("e", pa.list_)):
+        write(folder / f"{name}.parquet", x=pa.array([[1.0]], data_type(pa.float64())))
+
+    a, b, c, d, e = read_footers(store, str(folder), select=lambda footer: footer.columns)
+
+    assert a is b
+    assert c is e
+    assert c is not d
+    assert [columns.schema.field("x").type for columns in (a, c, d)] == [
+        pa.float64(),
+        pa.list_(pa.float64()),
+        pa.large_list(pa.float64()),
+    ]
+
+
+def test_types_are_compared_with_each_schema_once_and_nulls_in_each_file(store, folder):
+    for number in range(40):
+        values = pa.array([None if number == 37 else 2.0], pa.float64())
+        write(folder / f"{number:02}.parquet", x=[1.0], y=values)
+    assert manifest(store, folder, "x").train.rows == 40
+    with pytest.raises(DataError, match=r"'y' holds 1 null.*37\.parquet"):
+        manifest(store, folder, "x", "y")
+    write(folder / "38.parquet", x=[1.0], y=[[2.0]])
+    (folder / "37.parquet").unlink()
+    with pytest.raises(ColumnError, match=r"'y' has type list<.*38\.parquet"):
+        manifest(store, folder, "x", "y")
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_footers_keep_the_order_of_the_files_with_and_without_threads(
     store, folder, slow, monkeypatch
@@ -158,3 +251,32 @@ def test_footers_keep_the_order_of_the_files_with_and_without_threads(
     found = read_split(store, str(folder), [X])[0]
     assert [group.rows for group in found.row_groups] == list(range(1, 61))
     assert (threads == {threading.current_thread()}) is not slow
+
+
+NUMBERS = pa.array([[0.0, 1.0]] * 3)
+
+
+SECOND_FILES = {
+    "renamed": {"a": NUMBERS, "c": NUMBERS},
+    "reordered": {"b": NUMBERS, "a": NUMBERS},
+    "regrouped": {"a": NUMBERS, "b": pa.StructArray.from_arrays([NUMBERS], ["c"])},
+    "retyped": {"a": NUMBERS.cast(pa.list_(pa.float32())), "b": NUMBERS},
+}
+
+
+@pytest.mark.parametrize("columns", SECOND_FILES.values(), ids=SECOND_FILES)
+def test_files_with_equal_leaves_have_their_own_columns(folder, columns):
+    # Without Arrow's schema, as Spark writes files: all leaves are called "element".
+    first, second = folder / "first.parquet", folder / "second.parquet"
+    parquet.write_table(pa.table({"a": NUMBERS, "b": NUMBERS}), first, store_schema=False)
+    parquet.write_table(pa.table(columns), second, store_schema=False)
+
+    FileFooter.of("", first.read_bytes())
+    footer = FileFooter.of("", second.read_bytes())
+
+    assert footer.columns.schema.names == list(columns)
+    for name, column in columns.items():
+        assert footer.columns.schema.field(name).type == column.type
+        group = parquet.read_metadata(second).row_group(0)
+        (leaf,) = (i for i in range(2) if group.column(i).path_in_schema.startswith(f"{name}."))
+        assert list(footer.columns.leaves[name]) == [leaf]

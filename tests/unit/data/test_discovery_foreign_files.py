@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.discovery import first_rows, read_manifest
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.types import column_spec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.loading.plan import plan_shards
@@ -54,6 +55,15 @@ def test_unusual_names_do_not_clash_with_paths_of_structs_and_lists(folder):
         np.testing.assert_array_equal(found[name], table[name].to_pylist())
     with pytest.raises(ColumnError, match="no column 'Z'"):
         describe(folder, "Z")
+
+
+def test_nulls_are_counted_per_column(folder):
+    table = pa.table({"a": [{"b": 1}, {"b": 2}], "a.b": [None, 2], "c": [1, 2]})
+    parquet.write_table(table, folder / "a.parquet")
+
+    assert describe(folder, "c").train.rows == 2
+    with pytest.raises(DataError, match=r"'a\.b' holds 1 null.*a\.parquet"):
+        describe(folder, "a.b")
 
 
 def test_duplicate_names_in_a_file_are_an_error(folder):
@@ -130,6 +140,36 @@ def test_row_groups_without_rows_are_skipped(folder):
 
     assert [group.index for group in describe(folder, "x").train.row_groups] == [1, 3]
     check(load(folder, "x", "y")["y"], np.array([[1], [2], [3]]))
+
+
+def test_only_files_without_rows_are_an_error(folder):
+    write(folder / "a.parquet", y=pa.array([], pa.null()))
+
+    with pytest.raises(DataError, match="hold no rows"):
+        describe(folder, "x")
+
+
+def test_column_order_and_other_columns_may_differ(folder):
+    write(folder / "a.parquet", x=[1], y=[2.0], z=["a"])
+    write(folder / "b.parquet", w=[{"y": None}], y=[3.0], x=[4])
+
+    found = load(folder, "x", "y")
+
+    check(found["x"], np.array([1, 4]))
+    check(found["y"], np.array([2.0, 3.0]))
+
+
+def test_kinds_of_lists_and_of_decimals_may_differ(folder):
+    kinds = [pa.list_(pa.int64()), pa.large_list(pa.int64()), pa.list_(pa.int64(), 2)]
+    money = [pa.decimal128(10, 2), pa.decimal256(40, 1), pa.float64()]
+    for name, lists, amount in zip("abc", kinds, money, strict=True):
+        amounts = pa.array([decimal.Decimal("1.5")], pa.decimal128(10, 2)).cast(amount)
+        write(folder / f"{name}.parquet", x=pa.array([[1, 2]], lists), y=amounts)
+
+    found = load(folder, "x", "y")
+
+    check(found["x"], np.array([[1, 2]] * 3))
+    check(found["y"], np.array([1.5] * 3))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +251,14 @@ def value_of(data_type):
     return pa.array([value(data_type)], data_type)
 
 
+def test_errors_name_files_that_hold_only_nulls(folder):
+    write(folder / "a.parquet", x=[1.0])
+    write(folder / "b.parquet", x=[None, None])
+
+    with pytest.raises(DataError, match=r"'x' holds nothing but nulls in .*b\.parquet"):
+        describe(folder, "x")
+
+
 SPOILED = [
     (pa.float64(), [1.0, None]),
     (pa.bool_(), [True, None]),
@@ -244,6 +292,22 @@ def test_nulls_without_statistics_are_found_during_reading(data_type, values):
 
 def as_array(value):
     return np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.array(value, float)
+
+
+def test_values_below_null_fixed_size_lists_are_ignored():
+    """Arrow reserves space for a null's elements, which look valid in this test."""
+    values = pa.array(np.arange(6))
+    mask = pa.py_buffer(bytes([0b101]))
+    lists = pa.Array.from_buffers(pa.list_(pa.int64(), 2), 3, [mask], children=[values])
+    spec = ColumnSpec("c", "array", "int64", (2,))
+
+    with pytest.raises(DataError, match="'c' holds 1 null"):
+        table_to_columns(pa.table({"c": lists}), [spec])
+    outer = pa.ListArray.from_arrays([0, 3], lists)
+    with pytest.raises(DataError, match=r"'c' holds .*null"):
+        table_to_columns(pa.table({"c": outer}), [ColumnSpec("c", "array", "int64", (3, 2))])
+    # A slice without the null is valid.
+    check(table_to_columns(pa.table({"c": lists}).slice(2), [spec])["c"], np.array([[4, 5]]))
 
 
 @pytest.mark.parametrize("write_statistics", [True, False])

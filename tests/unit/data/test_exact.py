@@ -66,6 +66,12 @@ def test_numbers_at_the_ends_of_types(stored: str, target: str) -> None:
         assert by_range >= is_rejected
 
 
+def test_nan_and_infinity_pass_as_floats() -> None:
+    check_array("x", np.array([np.nan, np.inf, -np.inf, 1.5]), "float32")
+    with pytest.raises(DataError, match=r"'x' holds 1e\+300, and the model takes float32"):
+        check_array("x", np.array([[np.nan, np.inf], [1e300, 0]]), "float32")
+
+
 @pytest.mark.parametrize(
     ("spec", "target", "advice"),
     [

@@ -6,6 +6,8 @@ import datetime
 import gzip
 import itertools
 import json
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from foreign import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from iceberg_tables import append, create
-from pyiceberg.manifest import DataFileContent
+from pyiceberg.manifest import DataFileContent, FileFormat
 from pyiceberg.transforms import BucketTransform
 from pyiceberg.types import (
     DateType,
@@ -111,6 +113,32 @@ def test_delete_files_are_errors_where_they_hide_rows(tmp_path: Path, content: s
     # When the file has been rewritten, the delete file hides nothing.
     append(table, pa.table({"x": [5.0], "day": [1]}), [1], removed=[old])
     assert values(tmp_path / "table") == [2, 2, 5, 7]
+
+
+def test_delete_files_without_partitions_hide_rows_of_all(tmp_path: Path) -> None:
+    table = create(tmp_path / "table", x=DOUBLE, day=LONG)
+    append(table, pa.table({"x": [1.0], "day": [1]}))
+    append(table, pa.table({"day": [1]}), content=DataFileContent.EQUALITY_DELETES)
+    with table.update_spec() as update:
+        update.add_identity("day")
+    append(table, pa.table({"x": [2.0], "day": [1]}), [1])
+    with pytest.raises(DataError, match="hides rows by delete files"):
+        values(tmp_path / "table")
+
+
+def test_other_formats_than_parquet_are_errors(tmp_path: Path) -> None:
+    table = create(tmp_path / "table", x=DOUBLE)
+    append(table, doubles(1), file_format=FileFormat.ORC)
+    with pytest.raises(DataError, match=r"has a file of the format ORC: .*fit\(spark\.read"):
+        values(tmp_path / "table")
+
+
+def test_rows_are_counted(tmp_path: Path) -> None:
+    table = create(tmp_path / "table", x=DOUBLE)
+    file = append(table, doubles(1, 2))
+    shutil.copyfile(append(table, doubles(3)), file)
+    with pytest.raises(DataError, match="shows 2 of the 1 rows"):
+        values(tmp_path / "table")
 
 
 def test_columns_are_known_by_their_numbers(tmp_path: Path) -> None:
@@ -224,6 +252,23 @@ def metadata_files(table: Path) -> list[Path]:
     return sorted((table / "metadata").glob("*.metadata.json"))
 
 
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [("2", [1, 2, 3]), ("1", [1, 2, 3]), ("v1", [1, 2]), ("v2.metadata.json\n", [1, 2, 3])],
+)
+def test_the_hint_of_a_version_is_followed(tmp_path: Path, hint: str, expected: Any) -> None:
+    """A table without a catalog: the hint may be older than the newest version."""
+    table = create(tmp_path / "table", x=DOUBLE)
+    append(table, doubles(1, 2))
+    append(table, doubles(3))
+    names = metadata_files(tmp_path / "table")
+    folder = names[0].parent
+    for version, file in enumerate(names):
+        file.rename(folder / f"v{version}.metadata.json")
+    (folder / "version-hint.text").write_text(hint)
+    assert values(tmp_path / "table") == expected
+
+
 def test_the_newest_metadata_is_read(tmp_path: Path) -> None:
     """Numbers are compared, not text; a tie cannot be decided without the catalog."""
     table = create(tmp_path / "table", x=DOUBLE)
@@ -243,4 +288,25 @@ def test_the_newest_metadata_is_read(tmp_path: Path) -> None:
     packed.with_name("version-hint.text").write_text("")
     packed.write_bytes(gzip.compress(b"{}"))
     with pytest.raises(StoreError, match="pyiceberg cannot read its metadata"):
+        values(tmp_path / "table")
+
+
+def test_files_outside_the_folder_are_an_error(tmp_path: Path) -> None:
+    table = create(tmp_path / "table", x=DOUBLE)
+    append(table, doubles(1))
+    with table.transaction() as transaction:
+        transaction.set_properties()
+    (newest,) = metadata_files(tmp_path / "table")[-1:]
+    moved = newest.read_text().replace(f'"location":"file://{tmp_path}/table"', '"location":"/a"')
+    newest.write_text(moved)
+    with pytest.raises(StoreError, match=r"is outside its folder \('/a'\).*fit\("):
+        values(tmp_path / "table")
+
+
+def test_without_pyiceberg_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(create(tmp_path / "table", x=DOUBLE), doubles(1))
+    monkeypatch.setitem(sys.modules, "pyiceberg.io", None)
+    with pytest.raises(StoreError, match=r"Run: pip install .*\[tables\].*Or train on its DataF"):
         values(tmp_path / "table")

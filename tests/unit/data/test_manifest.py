@@ -28,6 +28,16 @@ def test_manifests_survive_json_and_pickle(validation):
     assert pickle.loads(pickle.dumps(manifest)) == manifest
 
 
+def test_documents_of_earlier_versions_lack_checksums_of_footers():
+    group = RowGroup("/a", 0, 10, 400, 123)
+    written = DatasetManifest(COLUMNS, Split("/", (group,)))
+    assert DatasetManifest.from_json(written.to_json()) == written
+    document = json.loads(written.to_json())
+    del document["train"]["row_groups"][0]["footer"]
+    (found,) = DatasetManifest.from_json(json.dumps(document)).train.row_groups
+    assert found == RowGroup("/a", 0, 10, 400)
+
+
 DOCUMENT = json.loads(DatasetManifest(COLUMNS, TRAIN, VALIDATION).to_json())
 
 
@@ -48,3 +58,24 @@ def test_an_edited_manifest_is_an_error_or_describes_a_dataset(effort: Effort) -
             assert split.rows == sum(range_of.rows for range_of in split.row_groups)
 
     fuzz(check, edited_anywhere(DOCUMENT), effort)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["train"]["row_groups"].append(d["train"]["row_groups"][0]), "listed twice"),
+        (lambda d: d["train"]["row_groups"][0].update(rows=2.5), "impossible row group"),
+        (lambda d: d["train"]["row_groups"][0].update(index=-1), "impossible row group"),
+        (lambda d: d["columns"].append(d["columns"][0]), "columns are listed twice"),
+        (lambda d: d["columns"][0].update(kind="tensor"), "impossible column"),
+        (lambda d: d["columns"][0].update(dtype="float33"), "float33"),
+        (lambda d: d["columns"][1].update(shape="28"), "impossible column"),
+        (lambda d: d.pop("train"), "KeyError: 'train'"),
+    ],
+)
+def test_errors_name_the_edited_value(edit, message):
+    document = json.loads(DatasetManifest(COLUMNS, TRAIN).to_json())
+    edit(document)
+
+    with pytest.raises(ValueError, match=message):
+        DatasetManifest.from_json(json.dumps(document))

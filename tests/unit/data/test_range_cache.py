@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
@@ -156,6 +158,27 @@ def test_a_folder_that_cannot_be_used_is_named_once(store, tmp_path, monkeypatch
             (record,) = caplog.records
             assert "local_cache_dir" in record.message
     assert files(cache) == []
+
+
+def test_ranks_that_write_the_same_range_at_once_read_complete_ranges(store, tmp_path):
+    write(store)
+    path = f"{store.prefix_path}/data/a.parquet"
+    data = os.urandom(2**20)
+    wrong = []
+
+    def rank():
+        for part in range(20):
+            cache = RangeCache(str(tmp_path / "cache"), 2**30, store)
+            if bytes(cache.get(path, 1, part, part + 2**20, lambda start, stop: data)) != data:
+                wrong.append(part)
+
+    threads = [threading.Thread(target=rank) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(files(tmp_path / "cache")) == 20
 
 
 def test_files_that_other_users_can_replace_are_not_read(store, tmp_path):

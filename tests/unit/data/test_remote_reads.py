@@ -184,6 +184,21 @@ def test_a_long_footer_needs_two_requests_shared_by_all_threads(counted, monkeyp
     assert {footer.metadata.num_row_groups for footer in found} == {GROUPS}
 
 
+def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
+    store, requests = counted
+    paths = store.find(store.get_train_data_path())
+    monkeypatch.setattr(footers, "_PARSED", 1)
+    cache = FooterCache(store)
+    for path in 2 * paths:
+        cache.get(path)
+    assert len(requests.take()) == FILES
+    monkeypatch.setattr(footers, "_UNPARSED_BYTES", 1)
+    cache = FooterCache(store)
+    for path in 2 * paths:
+        cache.get(path)
+    assert len(requests.take()) == 2 * FILES
+
+
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_size):
     """At most the memory limit plus one piece per column is held."""
@@ -293,7 +308,37 @@ def test_files_that_only_the_driver_sees_are_reported(tmp_path, remote):
         pass
 
 
+def test_the_size_is_requested_without_suffix_requests(counted, manifest, monkeypatch):
+    store, requests = counted
+    path = manifest.train.row_groups[0].file
+    expected = store.read_ranges(path, [(-10, None), (4, 6), (-(10**9), None)])
+    monkeypatch.setattr(type(store), "_takes_suffixes", lambda self: False)
+    assert store.read_ranges(path, [(-10, None), (4, 6), (-(10**9), None)]) == expected
+    whole = Path(store.local(path)).read_bytes()
+    assert expected == [whole[-10:], whole[4:6], whole]
+    requests.take()
+
+
 def test_dry_runs_read_only_some_pages(counted, manifest):
     store, requests = counted
     assert first_rows(store, manifest, 2)["twice"].tolist() == [0, 2]
     assert all(size <= 2**16 for _, _, size in requests.take())
+
+
+def test_the_footer_of_a_local_file_is_read_once(tmp_path, monkeypatch):
+    write(tmp_path / "data" / "a.parquet")
+    store = Store.create(str(tmp_path))
+    manifest = read_manifest(store, str(tmp_path / "data"), None, ["id"])
+    paths = []
+
+    def read_and_note(store, path):
+        paths.append(path)
+        return read_tail(store, path)
+
+    monkeypatch.setattr(footers, "read_tail", read_and_note)
+    with RangeFiles(store, manifest.columns) as files:
+        for part in plan_shards(manifest.train.row_groups, 1).shards[0]:
+            with files.open(RangeRead(part)) as file:
+                tables = [t for t, _ in range_tables(file, RangeRead(part), manifest.columns)]
+            assert pa.concat_tables(tables).num_rows == ROWS
+    assert len(paths) == 1

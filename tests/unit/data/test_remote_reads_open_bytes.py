@@ -59,3 +59,11 @@ def test_poorly_shuffled_files_cause_a_warning(groups, group_mib, ranks, warns):
         assert f"{groups} row groups of up to {rows} rows ({group_mib} MiB in memory)" in warning
         assert "shuffle_buffer_size is 128 MiB" in warning
         assert "hvd_estimators.prepare_data" in warning
+
+
+def test_a_buffer_for_all_rows_avoids_the_warning():
+    row_groups = layout(1, 1024 * MIB // 256)
+    plan = plan_shards(row_groups, 1, seed=0, open_bytes=1024 * MIB)
+
+    assert order_warning(row_groups, plan, SPECS, 128 * MIB) is not None
+    assert order_warning(row_groups, plan, SPECS, 1024 * MIB) is None

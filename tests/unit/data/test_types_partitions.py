@@ -63,11 +63,37 @@ def test_partitions_are_integers_only_if_all_values_are(folder, tmp_path):
     check(read(found.validation, found.columns)["day"], np.array([25.0, 7.0]))
 
 
+def test_names_and_values_of_partitions_are_decoded(folder):
+    write(folder / "a%2Fb=%2D1%2E5" / "x.parquet", x=[1.0])
+
+    check(load(folder, "a/b", "x")["a/b"], np.array([-1.5]))
+
+
+def test_partition_columns_alone_have_the_files_rows(folder):
+    write(folder / "k=1" / "x.parquet", x=[1.0, 2.0])
+    write(folder / "k=2" / "x.parquet", x=[3.0])
+
+    check(load(folder, "k")["k"], np.array([1, 1, 2]))
+
+
 def test_columns_of_the_file_take_precedence_over_partitions(folder):
     write(folder / "k=1" / "x.parquet", k=[5.0])
 
     assert describe(folder, "k").columns == (ColumnSpec("k", "scalar", "float64"),)
     check(load(folder, "k")["k"], np.array([5.0]))
+
+
+def test_parent_folders_are_not_partitions(tmp_path):
+    write(tmp_path / "k=1" / "data" / "x.parquet", x=[5.0])
+
+    with pytest.raises(ColumnError, match="no column 'k'; their columns are x "):
+        describe(tmp_path / "k=1" / "data", "k")
+
+
+def test_the_deepest_folder_wins_even_with_an_underscore(tmp_path):
+    write(tmp_path / "_k=1" / "data" / "_k=2" / "x.parquet", x=[5.0])
+
+    check(load(tmp_path / "_k=1" / "data", "_k")["_k"], np.array([2]))
 
 
 def test_non_numeric_partitions_are_rejected(folder):
