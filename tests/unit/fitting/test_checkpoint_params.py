@@ -85,3 +85,10 @@ def test_torch_validates_the_monitored_metric_before_training(
 def test_the_mode_follows_from_the_metrics_name(name: str, expected: str) -> None:
     assert mode_of(name, "auto") == expected
     assert mode_of(name, "min") == "min"
+
+
+@pytest.mark.parametrize("name", ["odd", "accuracy_loss", "val_"])
+def test_ambiguous_metric_names_need_a_mode(name: str) -> None:
+    with pytest.raises(ParamError, match="checkpoint_mode"):
+        mode_of(name, "auto")
+    assert mode_of(name, "max") == "max"

@@ -13,7 +13,7 @@ from hvd_estimators.fitting.planning import plan_data
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.prepare.datasets import manifest_path
 from hvd_estimators.store import Store
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch import TorchEstimator, TorchModel
 
 
 @pytest.fixture
@@ -119,6 +119,23 @@ def test_the_plan_for_all_ranks_has_the_drivers_reader(params, monkeypatch):
         estimator = TorchEstimator(**params, data_module=given)
         settings = Fit(estimator).settings
         assert plan_data(settings, manifest, 2, 2, 0).data_module == expected
+
+
+def test_accessors_of_horovod_spark_exist():
+    """Their spelling is irregular; code that calls them migrates unchanged."""
+    estimator = TorchEstimator()
+
+    estimator.setShufflingBufferSize(2**21).setTrainReaderNumWorker(3).setValReaderNumWorker(4)
+    estimator.setInMemoryCacheAll(True)
+
+    assert estimator.getShufflingBufferSize() == 2**21
+    assert estimator.getTrainReaderNumWorker() == 3
+    assert estimator.getValReaderNumWorker() == 4
+    assert estimator.getInMemoryCacheAll() is True
+    assert TorchEstimator().getShufflingBufferSize() is None
+    assert TorchEstimator().getShuffleBufferSize() is None
+    assert TorchEstimator().getDataModule() is None
+    assert TorchModel(label_columns=["y"]).getLabelColoumns() == ["y"]
 
 
 def test_subclasses_keep_the_signature_of_their_constructor():

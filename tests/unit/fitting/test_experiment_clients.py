@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.fitting.fit import Fit
+from hvd_estimators.fitting.record import hyperparameters
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.loggers import CometLogger, LoggedRun, Logger, WandbLogger
 from hvd_estimators.torch import TorchEstimator
@@ -129,6 +130,14 @@ def test_comet_continues_the_experiment_with_the_run_key(monkeypatch: pytest.Mon
     ]
 
 
+def test_a_missing_client_names_the_place_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for logger, package in ((WandbLogger(), "wandb"), (CometLogger(), "comet_ml")):
+        monkeypatch.setitem(sys.modules, package, None)
+        expected = rf"{package}, which {sys.executable} cannot import.*on the driver: pip install"
+        with pytest.raises(DependencyError, match=expected):
+            logger.start(RUN)
+
+
 def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
     assert TorchEstimator(loggers=[WandbLogger("prices")]).getLoggers()[0]._init["project"]
     for given in (WandbLogger, "wandb"):
@@ -139,3 +148,27 @@ def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
     wrong = LightningEstimator(loggers=[WandbLogger()])
     with pytest.raises(ParamError, match=r"loggers: it is a param of TorchEstimator\. Set logger"):
         Fit(wrong).framework.check()
+
+
+def test_hyperparameters_are_the_plain_values_that_were_set() -> None:
+    estimator = TorchEstimator(
+        model=len,
+        model_args={"hidden": 64, "activation": "relu", "api_key": "secret", "sizes": [1, 2]},
+        batch_size=64,
+        store="/shared/experiments",
+        run_id="first",
+        loggers=[WandbLogger()],
+        feature_cols=["a", "b"],
+        precision="bf16",
+        terminate_on_nan=True,
+    )
+    expected = {
+        "batch_size": 64,
+        "model_args/hidden": 64,
+        "model_args/activation": "relu",
+        "precision": "bf16",
+        "terminate_on_nan": True,
+    }
+    assert hyperparameters(estimator, []) == expected
+    assert hyperparameters(estimator, [0.1, 0.1]) == {**expected, "learning_rate": 0.1}
+    assert hyperparameters(estimator, [0.1, 0.2]) == expected

@@ -29,6 +29,7 @@ from hvd_estimators.launch.service.events import (
     RankProgress,
     RankWaiting,
 )
+from hvd_estimators.store.paths import Position
 
 
 class Terminal(io.StringIO):
@@ -122,6 +123,16 @@ def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @PLACES
+def test_a_failure_ends_the_bar(place: str) -> None:
+    with showing_in(place):
+        with contextlib.suppress(KeyboardInterrupt), show_progress(spec()) as handle:
+            handle(progress(0, 2))
+            raise KeyboardInterrupt
+
+        assert shown().endswith(("\n", "\x1b[K"))
+
+
+@PLACES
 def test_lines_and_messages_appear_between_bars(place: str) -> None:
     with showing_in(place):
         with show_progress(spec()) as handle:
@@ -134,6 +145,37 @@ def test_lines_and_messages_appear_between_bars(place: str) -> None:
         first, *epochs = sys.stdout.getvalue().splitlines()  # type: ignore[attr-defined]
         assert first == "message"
         assert len(epochs) == (place == "notebook")
+
+
+@PLACES
+def test_without_verbosity_only_messages_and_lines_are_shown(place: str) -> None:
+    with showing_in(place):
+        with show_progress(spec(verbose=0)) as handle:
+            handle(progress(0, 4))
+            handle(RankOutput(1, "hello\n"))
+            handle(RankMessage(0, "message"))
+
+        assert shown() == "[1] hello\n"
+        assert sys.stdout.getvalue() == "message\n"  # type: ignore[attr-defined]
+
+
+@PLACES
+def test_a_line_names_the_resume_position(place: str) -> None:
+    expected = {
+        Position(2): "Resuming run 'mine' at epoch 3 of 3.",
+        Position(1, 50): "Resuming run 'mine' at epoch 2 of 3, after step 2.",
+        Position(3): "Run 'mine' is complete; returning its model.",
+    }
+    for newest, line in expected.items():
+        with showing_in(place):
+            with show_progress(spec(), newest):
+                pass
+            place_of_lines = sys.stdout if place == "notebook" else sys.stderr
+            assert line in place_of_lines.getvalue().splitlines()  # type: ignore[attr-defined]
+    with showing_in(place):
+        with show_progress(spec(verbose=0), Position(2)):
+            pass
+        assert not shown()
 
 
 def wait_for(text: str) -> None:

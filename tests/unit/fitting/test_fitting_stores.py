@@ -109,3 +109,21 @@ def test_other_filesystems_get_a_store_without_the_options_of_the_run(tmp_path):
     in_memory = Store.create("memory://runs")
     assert find_files(in_memory, "memory://rows", None).store is in_memory
     assert find_files(in_memory, str(tmp_path), None).train == (str(tmp_path),)
+
+
+@pytest.mark.parametrize(
+    ("path", "validation", "message"),
+    [
+        ("rows", "memory://rows", "^validation_path: .*'memory://rows'.*'rows'"),
+        (["memory://a", "rows"], None, "^path: .*'rows'.*'memory://a'"),
+        ("ftp://host/rows", None, "^path: no store for the scheme 'ftp'"),
+        ("dbfs:/rows", None, "^path: no store for the scheme 'dbfs'"),
+        ("rows", "s3://key:secret@bucket/rows", "^validation_path: .*storage_options"),
+        ("", None, "^path: expected a path or URL"),
+        (["rows", None], None, "^path: expected"),
+        ({"rows"}, None, "^path: expected"),
+    ],
+)
+def test_wrong_paths_are_rejected(own, path, validation, message):
+    with pytest.raises(ParamError, match=message):
+        find_files(own, path, validation)

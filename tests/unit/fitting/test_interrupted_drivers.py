@@ -147,6 +147,28 @@ def test_the_signal_ends_a_process_that_hangs_in_cleanup(monkeypatch: Any) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
+def test_existing_handlers_and_other_threads_are_left_alone() -> None:
+    def own(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with ending_by_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    found = []
+
+    def work() -> None:
+        with ending_by_sigterm():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_partial_checkpoints_are_deleted_unless_the_lease_is_lost(
     tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch

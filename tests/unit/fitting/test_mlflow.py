@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlflow
+import pyspark
 import pytest
 import torch
 
@@ -16,7 +19,9 @@ from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.mlflow import MlflowLogger, active_run
 from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.loggers import LoggedRun
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+LOG_MODEL = MlflowLogger._log_model
 
 
 @pytest.fixture
@@ -67,6 +72,21 @@ def fit(
     if status == "finished" and loggers.wait_for(entry):
         entry.log_model(model, lambda: None, max(epochs))
     loggers.finish(status)
+
+
+def test_nothing_is_logged_without_an_active_run(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert active_run() is None
+    with mlflow.start_run() as run:
+        found = active_run()
+        assert found is not None
+        assert found.run_id == run.info.run_id
+        monkeypatch.setattr(mlflow, "active_run", lambda: 1 / 0)
+        assert active_run() is None
+        # A program that has not imported MLflow has no active run.
+        monkeypatch.delitem(sys.modules, "mlflow")
+        assert active_run() is None
 
 
 def test_params_metrics_and_model_are_logged_to_the_active_run(
@@ -144,6 +164,28 @@ def test_a_failing_server_costs_a_warning(
     assert caplog.text.count("start() of MlflowLogger failed: ConnectionError") == 1
     assert "MARKED" not in caplog.text
     assert "https://***@host" in caplog.text
+
+
+def test_models_of_users_classes_are_logged_as_spark_models(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MyModel(TorchModel):
+        pass
+
+    logged: list[dict[str, Any]] = []
+    spark = types.ModuleType("mlflow.spark")
+    spark.log_model = lambda model, **options: logged.append({"model": model, **options})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow.spark", spark)
+    monkeypatch.setattr(MlflowLogger, "_log_model", LOG_MODEL)
+    model = MyModel(model=torch.nn.Linear(1, 1), feature_columns=["x"], label_columns=["y"])
+    with mlflow.start_run():
+        fit("mine", {0: 0.5}, model=model)
+    (options,) = logged
+    assert options["model"].stages == [model]
+    assert options["artifact_path"] == "hvd_estimators_model"
+    assert f"pyspark=={pyspark.__version__}" in options["pip_requirements"]
+    # This file defines the class.
+    assert __file__ in options["code_paths"]
 
 
 class Told(TorchEstimator):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import hvd_estimators
 from hvd_estimators import plot_histories
+from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.runs import history_text, run_file
 
 
@@ -54,3 +59,23 @@ def test_each_metric_has_a_chart_and_each_run_a_colour(store: Any, tmp_path: Pat
 
     (chart,) = plot_histories(store, ["second"], names=["loss"]).axes
     assert list(lines(chart).values()) == [[7.0]]
+
+
+def test_errors_name_histories_that_cannot_be_plotted(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ParamError, match="found no metrics"):
+        plot_histories(store)
+    leave(store, "mine", [(0, "train", "loss", 1.0)])
+    with pytest.raises(ParamError, match=r"names: 'los' was not measured.*Did you mean 'loss'"):
+        plot_histories(store, names=["los"])
+    with pytest.raises(ParamError, match="run_ids: expected a list"):
+        plot_histories(store, "mine")
+    with pytest.raises(ParamError, match=r"has no run 'mime'. Did you mean 'mine'"):
+        plot_histories(store, ["mime"])
+    monkeypatch.delitem(sys.modules, "hvd_estimators.plots")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(
+        DependencyError, match=r"matplotlib, .*pip install .*hvd_estimators>\[plot\]"
+    ):
+        hvd_estimators.plot_histories  # noqa: B018

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import queue
+import threading
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from hvd_estimators.loading.plan import RowRange, ShardPlan
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.leases import Lease, LeaseRecord, lease_path, newest_lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata, run_file
@@ -175,6 +178,40 @@ def test_notes_hold_no_secrets(tmp_path: Path) -> None:
     assert store.list_runs()[0].error == "OSError: 403 for ***"
 
 
+def test_a_failing_store_costs_warnings(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, path: str, text: str) -> None:
+        raise OSError(28, "no space left")
+
+    with caplog.at_level(logging.WARNING), record(store) as noted:
+        monkeypatch.setattr(LocalStore, "write_text", fail)
+        noted.handler(print_event)(epoch(0, 0.5))
+        noted.complete([EpochMetrics(0, {"loss": 0.5})], None)  # type: ignore[arg-type]
+    assert caplog.text.count("metrics could not be written") == 1
+    assert caplog.text.count("The record of run 'mine' is incomplete") == 2
+
+
+def test_a_failed_fit_writes_the_missing_epochs(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+    write_text = LocalStore.write_text
+
+    def fail_once(self: Any, path: str, text: str) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(28, "no space left")
+        write_text(self, path, text)
+
+    with contextlib.suppress(ZeroDivisionError), record(store) as noted:
+        monkeypatch.setattr(LocalStore, "write_text", fail_once)
+        noted.handler(print_event)(epoch(0, 0.5))
+        assert failed.wait(30)
+        raise ZeroDivisionError
+    assert [run.epochs for run in store.list_runs()] == [1]
+
+
 def test_runs_are_listed_newest_first_and_damaged_ones_last(store: Any) -> None:
     for number, run_id in enumerate(["b", "a", "c"]):
         with record(store, run_id) as noted:
@@ -231,6 +268,21 @@ def test_deleting_a_run_deletes_nothing_else(tmp_path: Path, remote: bool) -> No
         store.load_history("run")
     assert isinstance(store.load_history("run-2"), pd.DataFrame)
     store.delete(store.prefix_path)
+
+
+def test_checkpoints_provide_epochs_without_a_history(store: Any) -> None:
+    run = store.run_paths("mine")
+    for epochs, rows in ((2, 0), (3, 0), (3, 16)):
+        metrics = {"loss": 1 / epochs, "val_loss": math.inf}
+        path = checkpoint_path(run, Position(epochs, rows))
+        store.write_text(path, "")
+        write_manifest(store, CheckpointInfo(path, 0, "", epochs, rows, "torch", metrics))
+    assert rows_of(store) == [
+        (1, "train", "loss", 1 / 2),
+        (1, "validation", "loss", math.inf),
+        (2, "train", "loss", 1 / 3),
+        (2, "validation", "loss", math.inf),
+    ]
 
 
 def test_loggers_get_each_epoch_at_the_end_if_not_before_and_mlflow_the_model(store: Any) -> None:

@@ -112,6 +112,24 @@ def test_a_new_run_fails_if_a_logger_does_not_start(monkeypatch: pytest.MonkeyPa
     waiting.waits.set()
 
 
+# A run may resume within its first epoch.
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_run_warns_of_a_logger_that_does_not_start(
+    caplog: pytest.LogCaptureFixture, epoch: int
+) -> None:
+    others = Recorder()
+    wrong = Recorder("start", ConnectionError("https://user:secret@host is down"))
+    loggers = started(wrong, others, epoch=epoch, is_resumed=True)
+    loggers.log(epochs(epoch))
+    loggers.finish("finished")
+    assert [call[0] for call in others.calls] == ["start", "log_metrics", "finish"]
+    assert [call[0] for call in wrong.calls] == ["start"]
+    (line,) = warnings(caplog)
+    assert "ConnectionError" in line
+    assert "secret" not in line
+    assert line.endswith("The run resumes without this logger.")
+
+
 def test_other_failures_are_warnings_and_a_slow_logger_delays_no_epoch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -19,6 +20,8 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
+from hvd_estimators.store.paths import Position
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
@@ -209,6 +212,19 @@ def test_damaged_checkpoints_are_reported_before_anything_starts(
     start(store, "torch")
 
 
+def test_valid_checkpoints_of_other_versions_are_not_skipped(store: Any) -> None:
+    write(store)
+    leave_checkpoint(store)
+    run = store.run_paths("mine")
+    content = b"of a version to come"
+    path = checkpoint_path(run, Position(2))
+    store.write_text(path, content.decode())
+    digest = hashlib.sha256(content).hexdigest()
+    write_manifest(store, CheckpointInfo(path, len(content), digest, 2, 0, "torch"))
+    with pytest.raises(StoreError, match=r"The checkpoint '.*000002.ckpt' cannot be resumed"):
+        start(store, "torch")
+
+
 def test_only_one_fit_at_a_time_trains_a_run(store: Any) -> None:
     write(store)
     with (
@@ -249,3 +265,11 @@ def test_runs_that_fail_before_the_first_checkpoint_are_listed(store: Any) -> No
     start(store, "torch", batch_size=8)
     (run,) = store.list_runs()
     assert run.state == "failed"
+
+
+def test_stores_without_runs_cannot_resume(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path), save_runs=False)
+    write(store)
+    start(store, "torch")
+    start(store, "torch", batch_size=8)
+    assert not list(tmp_path.rglob("metadata.json"))

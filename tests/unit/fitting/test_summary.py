@@ -2,9 +2,12 @@
 
 import math
 
+import keras
 import pytest
+from pytorch_lightning import callbacks as lightning_callbacks
 
-from hvd_estimators.summary import find_best_epoch
+from hvd_estimators.summary import find_best_epoch, selecting_metric
+from hvd_estimators.torch import callbacks as torch_callbacks
 from hvd_estimators.training.spec import EpochMetrics
 
 
@@ -37,3 +40,27 @@ def history(**values):
 )
 def test_best_epoch(values, monitor, mode, expected):
     assert find_best_epoch(history(**values), monitor, mode) == expected
+
+
+class MyEarlyStopping(keras.callbacks.EarlyStopping):
+    """Callback of a user."""
+
+
+@pytest.mark.parametrize(
+    ("monitor", "callbacks", "expected"),
+    [
+        (None, None, (None, "min")),
+        (None, [keras.callbacks.ReduceLROnPlateau(monitor="val_mae")], (None, "min")),
+        (None, [MyEarlyStopping(monitor="val_auc", mode="max")], ("val_auc", "max")),
+        ("loss", [MyEarlyStopping(monitor="val_auc", mode="max")], ("loss", "min")),
+        (None, [keras.callbacks.ModelCheckpoint("a.keras", "val_auc")], ("val_auc", "auto")),
+        (None, [torch_callbacks.EarlyStopping("val_auc", mode="max")], ("val_auc", "max")),
+        (
+            None,
+            [lightning_callbacks.ModelCheckpoint(), lightning_callbacks.EarlyStopping("val_f1")],
+            ("val_f1", "min"),
+        ),
+    ],
+)
+def test_callbacks_that_select_an_epoch_tell_the_metric(monitor, callbacks, expected):
+    assert selecting_metric(monitor, "min", callbacks) == expected

@@ -30,3 +30,12 @@ def test_repeated_epochs_replace_those_of_an_interrupted_part(
     expected = [(0, 1.0), (1, 2.5), (2, 3.5), (3, 4.0)]
     for tag, sign in (("train/loss", 1), ("validation/loss", -1)):
         assert [(event.step, sign * event.value) for event in shown.Scalars(tag)] == expected
+
+
+def test_losses_are_left_to_a_callback_of_the_user(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(Store.create(str(tmp_path)), f"{tmp_path}/logs", only_rates=True)
+    logger.start(LoggedRun("first", "0" * 40, 0, {}))
+    logger.log_metrics({"loss": 1.0, "learning_rate_0": 0.5, "rows_per_second": 9.0}, 0)
+    logger.finish("failed")
+    tags = EventAccumulator(str(tmp_path / "logs")).Reload().Tags()["scalars"]
+    assert sorted(tags) == ["learning_rate_0", "rows_per_second"]

@@ -13,7 +13,7 @@ import pytest
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference import worker
-from hvd_estimators.inference.batch import BatchPredictor, check_outputs, one_ahead
+from hvd_estimators.inference.batch import BatchPredictor, Resources, check_outputs, one_ahead
 
 
 class Predicting:
@@ -118,6 +118,20 @@ def test_unexpected_outputs_are_rejected(outputs: Any, shapes: Any, message: str
         BatchPredictor(("x",), InputColumns.of(["x"]), shapes=tuple(shapes))(
             lambda arrays: made, {"x": np.zeros(4)}
         )
+
+
+def test_output_sizes_and_shapes_of_numbers_may_differ() -> None:
+    check_outputs([np.zeros((4, 3)), np.zeros((4, 1)), np.zeros(4)], 4, [(2,), (), (1,)])
+    with pytest.raises(ShapeError, match="Output 0 of the model is object; expected numbers"):
+        check_outputs([np.array(["a"], object)], 1, [()])
+
+
+def test_tasks_with_different_resources_have_different_predictors(no_predictors: None) -> None:
+    def load(document: bytes, resources: Resources) -> Any:
+        return lambda arrays: resources.gpu
+
+    found = [worker.cached_predictor("a", b"", load, Resources(1, gpu))([]) for gpu in (0, 1, 1, 0)]
+    assert found == [0, 1, 1, 0]
 
 
 def test_empty_batches_have_outputs_of_the_right_shapes() -> None:

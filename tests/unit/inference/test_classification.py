@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.torch import TorchEstimator, TorchModel
@@ -73,6 +73,30 @@ def test_independent_labels_have_their_own_probabilities_and_predictions(kind: s
     assert set(ClassScores(kind, ALL).fields((3,)).values()) == {(3,)}
 
 
+def test_large_logits_of_labels_do_not_overflow() -> None:
+    made = scores("multilabel_logits", [[-1000.0, 1000.0]])
+
+    assert made["probability"].tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("value", ["logits", "probabilities"])
+def test_a_loss_of_labels_makes_class_scores_those_of_labels(value: str) -> None:
+    model = TorchModel(outputs_are=value, probabilityCol="p", output_shapes=[(3,)])
+    assert model._class_scores([(3,)]) == ClassScores(value, ("probability",))
+    assert model.numClasses == 3
+    model._setDefault(outputs_are="multilabel_logits")
+    assert model._class_scores([(3,)]) == ClassScores(f"multilabel_{value}", ("probability",))
+    assert model.numClasses is None
+    # One label has two classes.
+    assert model._class_scores([(1,)]) == ClassScores(value, ("probability",))
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "log_probabilities", "multilabel_probabilities"])
+def test_invalid_probabilities_are_rejected(kind: str) -> None:
+    with pytest.raises(DataError, match=rf"outputs_are='{kind}'.*found \[1.5, -0.5\] for a row"):
+        scores(kind, [[1.5, -0.5]])
+
+
 def test_rows_with_nan_have_no_class() -> None:
     made = scores("logits", [[np.nan, 1.0], [0.0, 1.0]])
 
@@ -116,3 +140,12 @@ def test_estimators_reject_unavailable_columns_before_preparing_data(store: Any)
     two = {**params, "label_cols": ["y", "z"]}
     with pytest.raises(ParamError, match="rawPredictionCol: expected a model with one output"):
         Fit(TorchEstimator(**two, rawPredictionCol="p")).check()
+
+
+def test_estimators_pass_inference_params_to_their_models() -> None:
+    given = {"inference_batch_size": 7, "inference_precision": "bfloat16", "handleInvalid": "skip"}
+    fitted = {"model": None, "history": None, "run_id": "r", "metadata": {}, "optimizer": None}
+
+    kwargs = TorchEstimator(**given)._get_model_kwargs(**fitted)
+    assert {name: kwargs[name] for name in given} == given
+    assert not set(given) & set(TorchEstimator()._get_model_kwargs(**fitted))

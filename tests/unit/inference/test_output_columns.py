@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import ParamError
@@ -32,6 +33,15 @@ NAN = float("nan")
 def test_types_are_parsed_from_sparks_notation(ddl: str, expected: OutputType, shown: str) -> None:
     assert OutputType.parse(ddl) == expected
     assert str(expected) == shown
+
+
+@pytest.mark.parametrize(
+    "ddl",
+    ["number", "array<>", "array<map<int,int>>", "timestamp", "decimal(9,1)", "string", ""],
+)
+def test_other_types_are_rejected(ddl: str) -> None:
+    with pytest.raises(ParamError, match=r"output_types: .* is not a type .*cast the column"):
+        OutputType.parse(ddl)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +108,15 @@ def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -
     none = to_column(array[:0], shape, np.zeros(2, bool))
     assert none.to_pylist() == [None, None]
     assert none.type == column.type
+
+
+def test_outputs_become_integers_on_request() -> None:
+    array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
+    valid = np.array([True, False, True])
+    column = to_column(array, (2,), valid, OutputType("bigint", 1))
+    assert column.to_pylist() == [[1, None], None, [2**24 + 1, -3]]
+    assert to_column(array[:, 1], (), valid, OutputType("int")).to_pylist() == [None, None, -3]
+    assert to_column(array[:, 0] > 2, (), None, OutputType("boolean")).to_pylist() == [False, True]
+    half = to_column(array, (2,), None, OutputType("float", 1))
+    assert half.type.value_type == pa.float32()
+    assert half.to_pylist()[1] == [2**24, -3]

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import math
+import struct
 from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvd_estimators.inference.pipeline_stages import _cast, java_text
 
 pytestmark = pytest.mark.versions
 
 NAN = float("nan")
+
+
+doubles = st.floats(width=64, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=300)
+@given(value=doubles | st.floats(-2e7, 2e7))
+def test_text_has_javas_form_and_identifies_the_double(value: float) -> None:
+    text = java_text(value)
+    assert struct.pack("d", float(text)) == struct.pack("d", value)
+    digits, _, exponent = text.partition("E")
+    whole, _, fraction = digits.lstrip("-").partition(".")
+    assert whole
+    assert fraction
+    if exponent:
+        assert not 1e-3 <= abs(value) < 1e7
+        assert len(whole) == 1
+        assert whole != "0"
+    else:
+        assert value == 0 or 1e-3 <= abs(value) < 1e7
+    assert fraction == "0" or not fraction.endswith("0")
 
 
 def test_text_equals_javas() -> None:

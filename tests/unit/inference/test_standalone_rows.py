@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import random
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,15 @@ def test_all_containers_give_the_same_arrays(rows: Any) -> None:
     np.testing.assert_array_equal(found.columns["b"], B)
 
 
+def test_columns_hold_arrays_and_text() -> None:
+    for given in (B, B.tolist(), pd.Series(list(B)), pa.array(list(B))):
+        np.testing.assert_array_equal(read_table({"x": given}, ["x"], [], ()).columns["x"], B)
+    images = pd.Series([np.full((2, 2), i) for i in range(3)])
+    assert read_table({"x": images}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
+    texts = read_table({"x": ["a", "bc"]}, ["x"], [], {"x"}).columns["x"]
+    assert (texts.dtype, texts.tolist()) == (object, ["a", "bc"])
+
+
 @pytest.mark.parametrize(
     "column",
     [
@@ -67,6 +77,34 @@ def test_nulls_are_distinguished_from_nan(column: Any) -> None:
     np.testing.assert_array_equal(kept["v"], [[1, 0], [NAN, NAN], [0, 1]])
     np.testing.assert_array_equal(left["p"], [NAN, 7])
     assert kept["v"].dtype == left["v"].dtype == np.float32
+
+
+NESTED = [[[1, 2], [3, 4]], [[5, 6], None], [[7, 8], [9, 10]], [None, None], [[7, 8], [None, 10]]]
+
+
+@pytest.mark.parametrize("form", ["lists", "rows", "pandas", "arrays", "arrow"])
+def test_a_row_with_a_null_inner_array_is_a_row_with_a_null(form: str) -> None:
+    def arrays(value: Any) -> Any:
+        if not isinstance(value, list) or not any(isinstance(v, list) for v in value):
+            return np.array(value) if isinstance(value, list) else value
+        made = np.empty(len(value), object)
+        for i, part in enumerate(value):
+            made[i] = arrays(part)
+        return made
+
+    rows: Any = {
+        "lists": {"a": NESTED},
+        "rows": [{"a": value} for value in NESTED],
+        "pandas": pd.DataFrame({"a": NESTED}),
+        "arrays": {"a": [arrays(value) for value in NESTED]},
+        "arrow": pa.table({"a": NESTED}),
+    }[form]
+    found = read_table(rows, ["a"], [], ())
+    assert found.columns["a"].tolist() == [NESTED[0], NESTED[2]]
+    assert found.valid is not None
+    assert found.valid.tolist() == [True, False, True, False, False]
+    with pytest.raises(DataError, match="'a' holds nulls"):
+        read_table(rows, ["a"], [], (), keeps_nulls=False)
 
 
 def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
@@ -172,3 +210,55 @@ def test_nulls_and_missing_values_in_single_rows() -> None:
         read_table(rows, ["a", "b"], [], ["b"], keeps_nulls=False)
     with pytest.raises(ColumnError, match="no 'b' in row 1; the model takes a, b, and there are a"):
         read_table([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
+
+
+@pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
+@pytest.mark.parametrize(("precision", "scale"), [(5, 2), (18, 18), (38, 0), (38, 9), (38, 38)])
+def test_decimals_become_the_nearest_doubles(form: str, precision: int, scale: int) -> None:
+    """Scalars and lists are compared with `float` of a Decimal, which rounds correctly."""
+    rng = random.Random(precision)
+    context = decimal.Context(prec=80)
+    numbers = [
+        decimal.Decimal(rng.randint(1 - 10**precision, 10**precision - 1)).scaleb(-scale, context)
+        for _ in range(1000)
+    ]
+    pairs = [numbers[i : i + 2] for i in range(0, 1000, 2)]
+    columns = {"a": numbers[:500], "b": pairs, "c": [[pair, pair] for pair in pairs]}
+    kind = pa.decimal128(precision, scale)
+    types = [kind, pa.list_(kind), pa.list_(pa.large_list(kind))]
+    forms: dict[str, Any] = {
+        "table": pa.table(columns, pa.schema(list(zip("abc", types, strict=True)))),
+        "frame": pd.DataFrame(columns),
+        "columns": columns,
+        "records": [
+            dict(zip("abc", row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ],
+    }
+    found = read_table(forms[form], ["a", "b", "c"], [], ()).columns
+    np.testing.assert_array_equal(found["a"], [float(number) for number in numbers[:500]])
+    expected = np.array([[float(number) for number in pair] for pair in pairs])
+    np.testing.assert_array_equal(found["b"], expected)
+    np.testing.assert_array_equal(found["c"], np.stack([expected, expected], 1))
+
+
+@pytest.mark.parametrize("form", ["dictionary", "list view", "lists of dictionaries"])
+def test_arrow_columns_of_any_layout_are_accepted(form: str) -> None:
+    expected: Any = [[1.0, 2.0], [3.0, 4.0]]
+    if form == "dictionary":
+        column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 2, 1]), pa.array([5.0, 6.0, None]))
+        found = read_table({"a": column}, ["a"], [], ())
+        assert found.valid is not None
+        assert found.valid.tolist() == [True, True, False, True]
+        assert found.columns["a"].tolist() == [6.0, 5.0, 6.0]
+        return
+    if form == "list view":
+        if not hasattr(pa, "ListViewArray"):
+            pytest.skip("this PyArrow has no list views")
+        column = pa.ListViewArray.from_arrays(
+            pa.array([2, 0, None], pa.int32()), pa.array([2, 2, 2], pa.int32()), [3.0, 4, 1, 2]
+        )
+    else:
+        items = pa.array([1.0, 2, 3, 4]).dictionary_encode()
+        column = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), items)
+    found = read_table({"a": column}, ["a"], [], ())
+    assert found.columns["a"].tolist() == expected

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_estimators.exceptions import GpuError, PredictionError, ShapeError
 from hvd_estimators.inference.batch import Resources
 from hvd_estimators.keras import KerasModel
-from hvd_estimators.keras.predictor import choose_device
+from hvd_estimators.keras.predictor import choose_device, reduce_precision
 
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 
@@ -76,6 +76,24 @@ def test_half_precision_agrees_with_float32_within_rounding(precision: str, digi
     np.testing.assert_array_equal(same, exact)
     # The driver's model does not change.
     assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+
+
+def test_inputs_are_normalized_before_they_are_rounded() -> None:
+    far = ROWS.astype(np.float64) + 1e5
+    normalize = keras.layers.Normalization()
+    normalize.adapt(far)
+    inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model = keras.Sequential([keras.Input((8,)), normalize, inner, keras.layers.Dense(2)])
+    exact = model.predict_on_batch(far.astype(np.float32))
+
+    reduce_precision(model, "bfloat16")
+    model.make_predict_function(force=True)
+
+    found = model.predict_on_batch(far.astype(np.float32))
+    assert found.dtype != np.float32
+    np.testing.assert_allclose(found.astype(np.float32), exact, atol=0.1)
+    assert [layer.compute_dtype for layer in model.layers] == ["float32", "float32", "bfloat16"]
+    assert inner.layers[0].compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("form", ["dict", "list", "tuple", "named"])

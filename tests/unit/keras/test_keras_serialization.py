@@ -130,6 +130,18 @@ def test_layers_keep_the_global_dtype_policy(policy: str) -> None:
     assert keras.config.dtype_policy().name == "float32"
 
 
+def test_functions_of_keras_ops_are_restored() -> None:
+    """Keras writes their names, but cannot look them up."""
+    x = keras.Input((3,))
+    output = keras.layers.Dense(2, activation=keras.ops.square)(x)
+    output = keras.layers.Lambda(keras.ops.sum, arguments={"axis": 1})(output)
+    model = keras.Model(x, keras.layers.Activation(keras.ops.negative)(output))
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = load_model(model_payload(model))(rows)
+    kernel, bias = model.layers[1].get_weights()
+    np.testing.assert_allclose(found, -((rows @ kernel + bias) ** 2).sum(1), rtol=1e-5)
+
+
 def make_layers() -> keras.Model:
     keras.utils.set_random_seed(1)
     inputs = keras.Input((4,))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -80,6 +81,34 @@ def test_outputs_are_selected_by_position_and_by_name() -> None:
             ShapeError, match=f"outputs: found {wrong!r}, .*3 outputs .'p', 'q', 'r'"
         ):
             labels_of(["a"], [wrong])
+
+
+def test_outputs_in_structures_without_names_match_by_position() -> None:
+    model = keras.Sequential()
+    one = np.zeros((1, 1))
+    assert Outputs.of(model, (one, [one, one]), ["c", "a", "b"]).labels == ("c", "a", "b")
+    with pytest.raises(ShapeError, match="pair with labels by name"):
+        Outputs.of(model, (one, {"b": one, "a": one}), ["c", "a", "b"])
+
+
+class Pair(NamedTuple):
+    b: Any
+    a: Any
+
+
+def test_named_tuple_outputs_match_by_field_or_position() -> None:
+    model, outputs = keras.Model(), Pair(np.zeros((3, 1)), np.zeros((3, 2)))
+
+    def found(*labels: str) -> list[int]:
+        flat = keras.tree.flatten(outputs)
+        chosen = Outputs.of(model, outputs, labels).select(flat)
+        return [array.shape[1] for array in chosen]
+
+    assert found("a", "b") == [2, 1]
+    assert found("a") == [2]
+    assert found("y", "z") == [1, 2]
+    with pytest.raises(ShapeError, match="by name and by position they pair in different ways"):
+        found("a", "z")
 
 
 def test_params_name_labels_or_outputs() -> None:

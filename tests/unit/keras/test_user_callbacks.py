@@ -16,6 +16,7 @@ from hvd_estimators.keras.loop import RankCallbacks
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import (
     callback_state,
+    for_rank,
     restore_callback,
 )
 from hvd_estimators.launch.service import events
@@ -113,6 +114,20 @@ def test_each_inner_optimizer_has_a_scaled_rate() -> None:
     rates = {name: values for name, values in logs.items() if name.startswith("learning_rate")}
     assert sorted(rates) == ["learning_rate_0", "learning_rate_1"]
     np.testing.assert_allclose(sorted(values[1] for values in rates.values()), [0.05, 0.1])
+
+
+def test_relative_paths_are_below_the_runs_logs(tmp_path: Path) -> None:
+    given: list[Any] = [
+        *(keras.callbacks.CSVLogger(path) for path in ("own/log.csv", "/tmp/log.csv", "gs://b/c")),
+        *(keras.callbacks.ModelCheckpoint(path) for path in ("of {epoch}/m.keras", "/a/m.keras")),
+    ]
+    found = [
+        str(getattr(callback, "filename", None) or callback.filepath)
+        for callback in for_rank(given, 0, str(tmp_path))
+    ]
+    own, best = f"{tmp_path}/own/log.csv", f"{tmp_path}/of {{epoch}}/m.keras"
+    assert found == [own, "/tmp/log.csv", "gs://b/c", best, "/a/m.keras"]
+    assert for_rank(given, 1, None) == []
 
 
 def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
