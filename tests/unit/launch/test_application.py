@@ -50,6 +50,21 @@ def test_executors_reach_the_driver_at_its_host_unless_it_is_local(
     assert cluster.driver_host() == ("127.0.0.1" if is_local else "10.0.0.7")
 
 
+@pytest.mark.parametrize(
+    ("master", "enabled", "expected"),
+    [
+        ("yarn", "true", True),
+        ("spark://host:7077", "false", False),
+        ("local-cluster[2,1,1024]", "true", True),
+        ("local[2]", "true", False),  # Spark ignores the setting
+    ],
+)
+def test_dynamic_allocation_follows_the_setting(master: str, enabled: str, expected: bool) -> None:
+    cluster = application(master, dynamicAllocation_enabled=enabled)
+
+    assert cluster.allocates_dynamically == expected
+
+
 @pytest.mark.parametrize("name", ["spark.app.id", "spark.master"])
 def test_a_connect_server_that_hides_its_settings_is_named(name: str) -> None:
     settings = {"spark.app.id": "app-1", "spark.master": "spark://host:7077"}

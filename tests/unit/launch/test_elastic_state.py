@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from horovod.common import elastic
 
+from hvd_estimators.launch.rank.worker import call_without_notifications
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 
@@ -119,3 +120,12 @@ def test_several_states_are_distinguished_and_each_is_restored_once(
     with pytest.raises(ValueError, match="on purpose"):
         launch(two_phases, True)
     assert launch(two_phases, False) == (4, 120)
+
+
+def test_states_work_without_relaunches_and_without_notifications(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`run` accepts elastic programs, too. Horovod's manager would ask the rendezvous."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    assert call_without_notifications(program, (None, []), {}) == (5, 1)

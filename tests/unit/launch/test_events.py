@@ -122,3 +122,14 @@ def test_all_events_are_handled_before_the_block_ends():
         sender.close()
 
     assert handled == list(range(30))
+
+
+def test_unknown_events_are_logged_and_do_not_stop_the_others(received, target, caplog):
+    """As from ranks that have another version of this package."""
+    with contextlib.closing(EventSender(target)) as sender:
+        sender._channel.send({"kind": "weather", "degrees": 30})
+        sender._channel.send({"kind": "output", "rank": 0})
+        sender.send(step(1))
+
+    assert get(received, 1) == [step(1)]
+    assert caplog.text.count("could not be handled") == 2

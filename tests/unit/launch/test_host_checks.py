@@ -13,6 +13,7 @@ from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.task.host_checks import (
     check_machines,
+    differences,
     gpu_variables,
     installed_versions,
     machine_problem,
@@ -73,6 +74,17 @@ def test_a_version_mismatch_names_the_machine_both_versions_and_a_remedy() -> No
     ]
     with pytest.raises(DependencyError, match=found):
         results_in_order(outcomes)
+
+
+def test_build_tags_and_packages_on_one_side_only_are_ignored() -> None:
+    assert "+" not in "".join(installed_versions().values())
+    assert differences({"torch": "2", "keras": "3"}, {"torch": "2", "tensorflow": "2"}) == ""
+
+
+def test_a_custom_executable_skips_the_version_check() -> None:
+    job = replace(JOB, executable="/their/python", versions={"torch": "1.0"})
+
+    assert machine_problem(task(), job) is None
 
 
 def test_a_gpu_that_is_not_visible_fails_all_tasks() -> None:

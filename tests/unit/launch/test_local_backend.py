@@ -259,3 +259,12 @@ def test_output_and_progress_go_to_the_handler(capfd):
         assert [e for e in heard if isinstance(e, RankProgress)] == [progress]
         assert [e for e in heard if isinstance(e, RankOutput)] == lines
     assert "hello" not in capfd.readouterr().err
+
+
+def test_the_number_of_ranks_defaults_to_the_number_of_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5}, raising=False)
+
+    assert [LocalBackend(n).num_processes() for n in (0, None, 2)] == [3, 3, 2]
+    assert LocalBackend().num_processes() == 1
+    with pytest.raises(ParamError, match="num_proc: expected 0 or more, found -1"):
+        LocalBackend(-1)

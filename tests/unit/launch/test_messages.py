@@ -54,3 +54,15 @@ def test_a_forked_child_opens_its_own_connection(received: queue.Queue[object]) 
         RankMessage(3, "child"),
         RankMessage(3, "parent again"),
     }
+
+
+def test_messages_are_printed_if_no_driver_listens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
+    events._forget()
+
+    log_to_driver("hello")
+
+    assert capsys.readouterr().out == "hello\n"
+    events._forget()

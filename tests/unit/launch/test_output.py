@@ -9,7 +9,9 @@ import time
 import cloudpickle
 import pytest
 
+from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank import output
+from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
@@ -73,6 +75,20 @@ def test_a_long_line_is_divided_and_its_end_is_kept():
     )
     assert outcome.output_tail.rstrip("\n").endswith("xxxthe end")
     assert len(outcome.output_tail) < 70_000
+
+
+def test_a_long_exception_message_is_shortened():
+    def fail():
+        print("y" * 5000 + "\n" * 10, end="")
+        raise ValueError("the start" + "x" * MEGABYTES_20 + "the end")
+
+    with pytest.raises(WorkerFailedError) as raised:
+        results_in_order([run(fail)])
+
+    message = str(raised.value)
+    assert len(message) < 200_000
+    assert "ValueError: the startxxx" in message
+    assert "xxxthe end\n" in message
 
 
 def test_many_lines_are_kept_up_to_a_size_limit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,18 @@ def test_without_a_limit_a_job_is_relaunched_while_it_makes_progress(
         with pytest.raises(WorkerFailedError, match="launches have made no progress; set reset"):
             run_elastic(print, num_proc=2)
     assert len(cluster.launches) == launches
+
+
+def test_old_names_of_the_bounds_are_accepted_with_a_warning(launch_on: Any) -> None:
+    cluster = launch_on(FakeCluster(killed(), slots=(1,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_elastic(print, num_proc=2, min_np=1, max_np=3) == [1]
+    assert cluster.launches == [2, 1]
+    assert [(str(w.message), w.category, w.filename) for w in caught] == [
+        (f"{name} is deprecated: set {new}.", DeprecationWarning, __file__)
+        for name, new in (("min_np", "min_num_proc"), ("max_np", "max_num_proc"))
+    ]
 
 
 def test_launch_options_are_forwarded(launch_on: Any) -> None:

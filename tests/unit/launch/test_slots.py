@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.launch.cluster import application
-from hvd_estimators.launch.cluster.application import await_slots
+from hvd_estimators.launch.cluster.application import await_slots, expected_executors
 
 
 class Cluster:
@@ -69,3 +69,13 @@ def test_executors_that_are_still_starting_are_waited_for(
 
     assert await_slots(given, wanted, 600.0) == slots_then
     assert cluster.now - 1000 == pytest.approx(seconds, abs=1)
+
+
+def test_the_expected_number_of_executors_is_known_if_it_is_fixed() -> None:
+    assert expected_executors("k8s://x", {"spark.executor.instances": "7"}) == 7
+    assert expected_executors("yarn", {}) == 2
+    assert expected_executors("local-cluster[3,1,1024]", {}) == 3
+    cores = {"spark.cores.max": "9", "spark.executor.cores": "4"}
+    assert expected_executors("spark://host", cores) == 2
+    assert expected_executors("spark://host", {"spark.cores.max": "9"}) is None
+    assert expected_executors("local[4]", {}) is None

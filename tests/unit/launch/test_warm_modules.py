@@ -44,6 +44,14 @@ def test_values_name_the_modules_of_their_classes() -> None:
     assert of(len, np.arange(3)) == ("numpy",)
 
 
+def test_the_start_of_a_string_is_not_mistaken_for_a_module() -> None:
+    assert of(len, "torch is a text", "torchvision", "keras-like", "numpy/x") == ()
+    # A package is not all of its modules, even if this process has imported them.
+    import horovod.torch
+
+    assert of(len, horovod.__name__) == ()
+
+
 def test_the_trainer_of_an_estimator_is_found() -> None:
     call: Any = StoredCall(None, "", "", "", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
     found = of(train_stored, call)
@@ -68,6 +76,16 @@ def test_the_client_of_the_drivers_store_is_imported(monkeypatch: pytest.MonkeyP
         if is_used:
             monkeypatch.setitem(sys.modules, "s3fs", sys)
         assert ("s3fs" in of(train_stored, call)) == is_used
+
+
+def test_code_is_found_in_a_large_call() -> None:
+    def train(data: bytes) -> Any:
+        import torch
+
+        return torch, data
+
+    assert of(train, bytes(5 * 2**20)) == ("torch",)
+    assert of(len, bytes(5 * 2**20), train) == ("torch",)
 
 
 def test_modules_that_affect_other_jobs_are_left_out(compat: None) -> None:

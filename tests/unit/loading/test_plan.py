@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import RowGroup
+from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, BatchSizes, plan_shards
 
 # One list per file, with the rows of each of its row groups.
@@ -33,12 +35,48 @@ def rows_of(shard):
 
 
 @given(LAYOUTS, st.integers(1, 9))
+def test_concatenated_shards_are_the_stored_rows(layout, num_shards):
+    groups = row_groups(layout)
+
+    plan = plan_shards(groups, num_shards, allow_empty=True)
+
+    assert plan.num_shards == num_shards
+    read = [row for shard in plan.shards for row in rows_of(shard)]
+    assert read == stored_rows(groups)
+
+
+@given(LAYOUTS, st.integers(1, 9))
 def test_ranks_differ_by_at_most_one_row(layout, num_shards):
     plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)
 
     rows = [plan.rows(rank) for rank in range(num_shards)]
     assert rows == [len(rows_of(shard)) for shard in plan.shards]
     assert max(rows) - min(rows) <= 1
+
+
+@given(LAYOUTS, st.integers(1, 9))
+def test_ranges_are_not_empty_and_stay_within_their_row_group(layout, num_shards):
+    rows = {(group.file, group.index): group.rows for group in row_groups(layout)}
+
+    plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)
+
+    for row_range in itertools.chain(*plan.shards):
+        assert 0 <= row_range.start < row_range.stop <= rows[row_range.file, row_range.row_group]
+
+
+@pytest.mark.parametrize(("rows", "num_shards"), [(0, 1), (1, 2), (3, 4)])
+def test_the_error_for_too_few_rows_suggests_a_number_of_ranks(rows, num_shards):
+    groups = [RowGroup("a", 0, rows)] if rows else []
+
+    with pytest.raises(DataError, match=rf"{rows} rows.*num_proc to {max(rows, 1)} or less"):
+        plan_shards(groups, num_shards)
+
+
+def test_ranks_may_have_no_validation_rows():
+    plan = plan_shards([RowGroup("a", 0, 2)], 5, allow_empty=True)
+
+    assert sorted(plan.rows(rank) for rank in range(5)) == [0, 0, 0, 1, 1]
+    assert plan_shards([], 3, allow_empty=True).shards == ((), (), ())
 
 
 def sizes_one_by_one(rows, steps, batch_size):
@@ -165,3 +203,11 @@ def test_a_rank_receives_the_plan(layout, num_shards, name, footer):
     assert received.shards[1:] == list(plan.shards[1:])
     with pytest.raises(IndexError):
         received.shards[num_shards]
+
+
+def test_a_plan_of_many_files_is_small():
+    groups = [
+        RowGroup(f"bucket/data/part-{i:06}-c000.parquet", 0, 100, 9, zlib.crc32(b"%d" % i))
+        for i in range(10_000)
+    ]
+    assert len(pickle.dumps(plan_shards(groups, 4, seed=1))) < 20 * len(groups)

@@ -276,6 +276,19 @@ def test_a_rank_with_fewer_shards_gets_batches_without_rows(texts: Any) -> None:
     assert [batch.rows > 0 for batch in batches] == [True, False] * 3
 
 
+def test_a_small_buffer_holds_few_tables(texts: Any) -> None:
+    """The buffer is smaller than the rows, whose tables are released and joined."""
+    folder, tokens = texts
+    (module,) = open_shards(
+        folder, ["id", "tokens"], 1, train_batch_size=4, shuffle_buffer_size=400
+    )
+    found = [row for batch in epoch(module, 3) for row in batch.value[1]]
+    assert sorted(row["id"] for row in found) == sorted(list(range(len(tokens))) * 3)
+    for row in found:
+        assert row["tokens"].tolist() == tokens[row["id"]]
+    assert [row["id"] for row in found[:53]] != [row["id"] for row in found[53:106]]
+
+
 def test_a_function_that_returns_no_batch_is_named(texts: Any) -> None:
     folder, _ = texts
     (module,) = open_shards(folder, ["id"], 1, collate=CollateFunction(None, lambda rows: None))

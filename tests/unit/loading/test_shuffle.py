@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool
 from hvd_estimators.loading.shuffle import stream_batches
@@ -119,6 +120,17 @@ def test_each_pass_has_the_order_of_its_generator(monkeypatch):
     assert both[:350] != both[350:]
 
 
+def test_all_positions_are_drawn_equally_often():
+    """The number of positions is not a multiple of the number drawn."""
+    rng, size, count, times = np.random.default_rng(0), 23, 7, 20_000
+
+    drawn = [shuffle._draw(rng, size, count) for _ in range(times)]
+
+    found = np.bincount(np.concatenate(drawn), minlength=size)
+    expected = times * count / size
+    assert np.abs(found - expected).max() < 5 * np.sqrt(expected)
+
+
 def test_all_orders_of_a_small_pass_are_equally_likely():
     orders = {}
     for seed in range(2400):
@@ -192,3 +204,28 @@ def test_two_threads_never_get_the_same_memory(monkeypatch):
 
     (one,), (other,) = held
     assert not np.shares_memory(one, other)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("lengths", [[10, 9], [10, 11]])
+def test_an_unplanned_number_of_rows_is_rejected(shuffle, lengths):
+    rng = np.random.default_rng(0) if shuffle else None
+
+    with pytest.raises(DataError, match=f"Expected 20 rows in a pass .* found {sum(lengths)}"):
+        list(cut_batches(make_parts(lengths), [5] * 4, rng))
+
+
+def test_columns_that_change_type_or_shape_are_rejected():
+    first = {"x": np.zeros(4, np.int64), "y": np.zeros((4, 2))}
+    for changed in ({"x": np.zeros(4)}, {"y": np.zeros((4, 3))}):
+        (name,) = changed
+        with pytest.raises(DataError, match=f"'{name}' has rows of shape .* after others"):
+            list(cut_batches([first, {**first, **changed}], [8]))
+
+
+def test_empty_batches_keep_the_columns_and_their_shapes():
+    first, second = cut_batches(make_parts([2]), [2, 0], np.random.default_rng(0))
+
+    assert len(first["number"]) == 2
+    assert second["number"].shape == (0,)
+    assert second["pair"].shape == (0, 2)

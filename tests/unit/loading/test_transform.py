@@ -12,13 +12,13 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading import interleave
 from hvd_estimators.loading import transform as transformation_module
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
-from hvd_estimators.loading.transform import EditedField, Transformation, Transformed
+from hvd_estimators.loading.transform import EditedField, Transformation, Transformed, edited_fields
 
 pytestmark = pytest.mark.versions
 
@@ -83,6 +83,16 @@ def test_row_and_batch_functions_are_equivalent(form):
 def test_invalid_results_are_rejected(transformation, message):
     with pytest.raises(DataError, match=message):
         transformation(COLUMNS)
+
+
+def test_edited_fields_may_be_tuples_of_more_than_three_entries():
+    fields = edited_fields([("a", np.float32, (None, 3), False), ("b", "int64", None)])
+
+    assert fields == (EditedField("a", "float32", (None, 3)), EditedField("b", "int64", None))
+    assert edited_fields(None) == ()
+    for bad in ["a", ("a",), ("a", "no type", ()), ("a", "int64", 3)]:
+        with pytest.raises(ParamError, match="transformation_edit_fields: expected entries"):
+            edited_fields([bad])
 
 
 def test_growing_rows_are_transformed_in_small_parts():
@@ -242,3 +252,12 @@ def test_errors_name_fields_that_differ_between_rows(tmp_path, new):
         DataError, match=rf"other fields.*'x': .*40.*\}}, {wanted} \(text .*Return the same"
     ):
         read_with(tmp_path, Transformation(function))
+
+
+def test_errors_name_fields_that_are_numbers_only_in_some_parts(tmp_path):
+    def function(columns):
+        late = columns["x"].max() > 40
+        return {"x": columns["x"], "y": columns["x"].astype(str if late else int)}
+
+    with pytest.raises(DataError, match=r"transformation_batch_fn .* rows 32 to 99 .* lack 'y'"):
+        read_with(tmp_path, Transformation(batch_function=function))

@@ -123,6 +123,12 @@ def test_any_number_of_ranks_resumes_at_a_position_in_rows(
             assert sorted(found) == sorted(same)
 
 
+def test_positions_within_a_step_are_rejected() -> None:
+    spec = job([10, 10], 2, batch_size=2)
+    with pytest.raises(ValueError, match="No batch of epoch 1 ends after 3 rows"):
+        open_data_module(spec, 0, 2, epoch=1, rows=3, epochs=1)
+
+
 @pytest.mark.parametrize("ranks", [4, 3, 2, 1])
 @pytest.mark.parametrize("limit", [1, 100])
 def test_validation_reads_the_rows_of_the_shards(ranks: int, limit: int) -> None:

@@ -51,6 +51,16 @@ def test_grids_hold_plain_values_and_objects() -> None:
     assert estimator.getOptimizer() is slow
 
 
+def test_wrong_grids_are_rejected_when_built() -> None:
+    estimator = TorchEstimator()
+    with pytest.raises(ParamError, match="epochs: expected 1 or more, found 0"):
+        ParamGridBuilder().addGrid(estimator.epochs, [1, 0]).build()
+    with pytest.raises(ParamError, match="feature_cols: expected names of columns, found 3"):
+        ParamGridBuilder().addGrid(estimator.feature_cols, [["a", 3]]).build()
+    built = ParamGridBuilder().addGrid(estimator.validation, [None, 0.1]).build()
+    assert [point[estimator.validation] for point in built] == [None, 0.1]
+
+
 def test_learning_rate_replaces_the_rates_of_a_copied_optimizer(tmp_path: Path) -> None:
     net = torch.nn.Linear(1, 1)
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}]
@@ -140,6 +150,12 @@ def test_sparks_param_names_are_aliases(cls: Any) -> None:
     assert (ours.getLabelCols(), named.getLabelCols()) == (["l", "m"], ["l"])
     with pytest.raises(ParamError, match="are two names of one parameter"):
         ours.copy({ours.labelCol: "z", ours.label_cols: ["l"]})._check_other_names()
+
+
+def test_different_values_under_two_names_are_rejected() -> None:
+    TorchEstimator(featuresCol="f", feature_cols=["f"])._check_other_names()
+    with pytest.raises(ParamError, match=r"featuresCol='f' and feature_cols=\['g'\] are two names"):
+        TorchEstimator(featuresCol="f", feature_cols=["g"])._check_other_names()
 
 
 def test_one_vs_rest_without_raw_predictions_is_rejected_early(tmp_path: Path) -> None:

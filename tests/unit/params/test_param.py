@@ -57,6 +57,59 @@ def test_none_means_the_default():
     assert not params.isSet("epochs")
 
 
+def test_subclasses_can_redeclare_params():
+    assert Wider().getBatchSize() == 64
+    assert Derived().getBatchSize() == 32
+    with pytest.raises(ParamError, match="batch_size: expected 8 or more"):
+        Wider(batch_size=4)
+
+
+def test_accessors_can_have_other_names_and_aliases():
+    params = Derived().setPoolSizes(3)
+
+    assert params.getReaders() == params.getPoolSizes() == 3
+    assert params.setReaders(4).getPoolSizes() == 4
+    assert not hasattr(params, "getPoolSize")
+
+
+def test_custom_accessors_are_kept():
+    class Own(DeclaredParams):
+        epochs = param("Epochs.", default=1)
+
+        def getEpochs(self):
+            return "own"
+
+    assert Own().getEpochs() == "own"
+    assert Own().setEpochs(2).getOrDefault("epochs") == 2
+
+
+class OwnColumns(Params):
+    """Mixin of another package with accessors of the same names."""
+
+    batch = Param(Params._dummy(), "batch", "a column")
+
+    def getBatchSize(self):
+        return self.getOrDefault(self.batch)
+
+    def setBatchSize(self, value):
+        return self._set(batch=value)
+
+
+def test_accessors_of_other_bases_take_precedence():
+    class Both(Derived, OwnColumns):
+        pass
+
+    class Further(Both):
+        def setBatchSize(self, value):
+            return super().setBatchSize(value + 1)
+
+    for cls, expected in [(Both, 3), (Further, 4)]:
+        both = cls(batch_size=8).setBatchSize(3)
+        assert both.getBatchSize() == expected
+        assert both.getOrDefault("batch_size") == 8
+    assert Derived(batch_size=8).getBatchSize() == 8
+
+
 def test_params_can_be_set_like_sparks():
     class Both(Derived):
         width = Param(Params._dummy(), "width", "Ours not.", typeConverter=TypeConverters.toInt)
@@ -174,3 +227,14 @@ def test_lists_and_dicts_are_copied():
 
     assert first.getOptions() == copied.getOptions() == {"a": [1]}
     assert copied.getCallbacks()[0] is callback
+
+
+@pytest.mark.parametrize("scalar", [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")])
+def test_numpy_scalars_become_python_scalars(scalar):
+    params = WithLists(model=scalar, options={scalar: [scalar, (scalar,)]})
+
+    plain = scalar.item()
+    assert (params.getModel(), params.getOptions()) == (plain, {plain: [plain, (plain,)]})
+    assert type(params.getModel()) is type(plain)
+    ((key, (entry, (inner,))),) = params.getOptions().items()
+    assert {type(key), type(entry), type(inner)} == {type(plain)}

@@ -110,6 +110,20 @@ def test_only_folders_with_names_of_datasets_are_cleared(store):
     assert folders(store) == before
 
 
+@pytest.mark.parametrize(
+    "owner", [None, "", "{", '{"machine": "another", "pid": 1, "started": "1"}']
+)
+def test_datasets_of_unknown_owners_are_kept(store, owner):
+    Writer(store)("0123456789ab")
+    if owner is not None:
+        store.write_text(owner_path(store, "0123456789ab"), owner)
+    use(store, Writer(store))
+    clear_prepared_data(store)
+    assert [d.index for d in list_prepared_data(store)] == ["0123456789ab"]
+    assert len(clear_prepared_data(store, force=True)) == 1
+    assert folders(store) == []
+
+
 def make_foreign(store, path, seconds):
     """Make a claim look like another machine's, with its last heartbeat some time ago."""
     claim = LeaseRecord.from_json(store.read(path))
@@ -138,4 +152,56 @@ def test_datasets_of_another_machine_expire_without_heartbeats(store, by):
         make_foreign(store, owner, silence)
         assert cleared() is gone
     clear_prepared_data(store)
+    assert folders(store) == []
+
+
+def test_an_interrupted_deletion_leaves_no_listed_dataset(store, monkeypatch):
+    index = "0123456789ab"
+    Writer(store)(index)
+    delete = type(store).delete
+
+    def fail_second(store, path):
+        if not deleted:
+            deleted.append(path)
+            return delete(store, path)
+        raise OSError("interrupted")
+
+    deleted = []
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "delete", fail_second)
+        with pytest.raises(OSError, match="interrupted"):
+            clear_prepared_data(store, index)
+    assert list_prepared_data(store) == []
+    assert store.exists(store.get_train_data_path(index))
+    assert [d.index for d in clear_prepared_data(store, index)] == [index]
+    assert folders(store) == []
+
+
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"columns": 3}',
+    b'{"columns": [{"name": "x"}], "train": null, "validation": null}',
+    b'{"columns": [], "train": {"path": "", "row_groups": [{"rows": "many"}]}}',
+]
+
+
+@pytest.mark.parametrize("document", DAMAGED)
+def test_corrupted_manifests_do_not_break_listing_clearing_or_fits(store, document):
+    write = Writer(store)
+    with acquire(store, write) as first, acquire(store, write) as other:
+        Path(manifest_path(store, first)).write_bytes(document)
+        message = rf"dataset '{first}' is damaged .*Prepare the data again"
+        with pytest.raises(StoreError, match=message):
+            load_manifest(store, first)
+        assert [d.index for d in list_prepared_data(store)] == [other]
+        use(store, write)
+    assert folders(store) == []
+    left = "0123456789ab"
+    write(left)
+    Path(manifest_path(store, left)).write_bytes(document)
+    assert [d.index for d in clear_prepared_data(store, left)] == [left]
     assert folders(store) == []

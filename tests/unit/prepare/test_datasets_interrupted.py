@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prepared_sets import Writer, folders, in_threads, use
 
-from hvd_estimators import clear_prepared_data
+from hvd_estimators import Store, clear_prepared_data, clear_training_cache
+from hvd_estimators.prepare import datasets
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -59,3 +60,29 @@ def test_an_interrupt_at_any_point_leaves_no_locks_or_files(store):
         clear_prepared_data(store)
         assert folders(store) == [], interrupt.where
     assert points > 50
+
+
+def test_kept_interrupts_do_not_block_the_next_fit(tmp_path, monkeypatch):
+    """Notebooks keep the last exception, and with it all frames."""
+    kept, used = [], []
+    for n in itertools.count(1):
+        # A dataset that a kept frame uses would add lines to each later search.
+        store = Store.create(str(tmp_path / str(n)))
+        monkeypatch.setattr(datasets, "_own", {})
+        used.append((store, datasets._own))
+        interrupt = Interrupt(n)
+        try:
+            sys.settrace(interrupt)
+            acquired(store)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        if interrupt.where is None:
+            break
+        assert acquired(store)
+    kept.clear()
+    for store, own in used:
+        monkeypatch.setattr(datasets, "_own", own)
+        clear_training_cache()
+        assert folders(store) == []

@@ -42,6 +42,13 @@ def test_fits_with_equal_options_share_a_dataset_until_the_last_one_ends(store):
     assert folders(store) == []
 
 
+def test_fits_of_different_grids_share_nothing(store):
+    write = Writer(store)
+    first, _ = one_fit(SharedDatasets(1), store, write, columns=["x"])
+    assert folders(store) == []
+    assert one_fit(SharedDatasets(1), store, write, columns=["x"])[0] != first
+
+
 def test_an_unfinished_grid_leaves_no_dataset(store):
     datasets = SharedDatasets(2)
     index, _ = one_fit(datasets, store, Writer(store))
@@ -56,6 +63,16 @@ def test_threads_wait_for_the_writer(store):
     found = in_threads(6, lambda: one_fit(datasets, store, write)[0])
     assert set(found) == set(write.written)
     assert len(write.written) == 1
+    assert folders(store) == []
+
+
+def test_another_thread_retries_a_failed_write(store):
+    write, datasets = Writer(store, seconds=0.2, failures=1), SharedDatasets(4)
+    results = in_threads(4, lambda: one_fit(datasets, store, write)[0])
+    failed = [result for result in results if isinstance(result, OSError)]
+    assert [str(error) for error in failed] == ["the disk is full"]
+    assert {result for result in results if result not in failed} == {write.written[1]}
+    assert len(write.written) == 2
     assert folders(store) == []
 
 

@@ -264,6 +264,39 @@ def test_frameworks_are_imported_only_in_their_packages() -> None:
     assert found == []
 
 
+def test_the_rules_find_violations(tmp_path: Path) -> None:
+    sources = {
+        "__init__.py": "",
+        "store/__init__.py": "from house.store.base import Store",
+        "store/base.py": "def f():\n    from house.store import local",
+        "store/local.py": "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from house.store.base import Store\nimport house.training.rank",
+        "training/rank.py": "from typing import TYPE_CHECKING\nimport importlib\n"
+        "if TYPE_CHECKING:\n    import torch\nimportlib.import_module('keras')",
+        "keras/trainer.py": "import house.estimator",
+        "estimator.py": "from pyspark.sql import DataFrame",
+    }
+    for name, source in sources.items():
+        path = tmp_path / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+    imports = read_imports(tmp_path / "house")
+
+    assert upward(imports) == ["store.local:4 imports training.rank (store is not above training)"]
+    assert circles(imports) in (
+        ["store.base -> store.local -> store.base"],
+        ["store.local -> store.base -> store.local"],
+    )
+    assert [(i.name, i.for_types) for i in imports["training.rank"]] == [
+        ("typing.TYPE_CHECKING", False),
+        ("importlib", False),
+        ("torch", True),
+        ("keras", False),
+    ]
+    assert "pyspark.sql.DataFrame" in [i.name for i in brought(imports, "keras.trainer")]
+
+
 def test_modules_of_tests_have_different_names() -> None:
     """Most folders of tests are no packages, so equal names would be one module."""
     names = [

@@ -9,19 +9,27 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
+from importlib.metadata import distributions
 from pathlib import Path
 
 import docutils.core
 import docutils.nodes
 import pytest
+import yaml
 from debian_root import copy_project
 from dockerfile import instructions
 from packaging.specifiers import SpecifierSet
 
+import hvd_estimators
+
 PROJECT = Path(__file__).parents[3]
+
+
+HOME = "https://example.org/hvd_estimators"
 
 
 def files(folder: Path) -> set[str]:
@@ -101,6 +109,26 @@ def test_the_wheel_of_the_source_distribution_is_complete(unpacked: Path, tmp_pa
     assert not relative_targets(described.get_payload())
 
 
+def test_with_a_home_page_the_links_lead_there(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "source"
+    shutil.copytree(
+        source, copy, ignore=shutil.ignore_patterns("tests", "docs", "build", "*.egg-info")
+    )
+    settings = (copy / "setup.cfg").read_text()
+    assert re.search(r"^url =.*$", settings, re.M)
+    (copy / "setup.cfg").write_text(re.sub(r"^url =.*$", f"url = {HOME}", settings, flags=re.M))
+
+    described = metadata_of(build(copy, "wheel", tmp_path / "wheel"))
+
+    assert described["Home-page"] == HOME
+    urls = dict(url.split(", ") for url in described.get_all("Project-URL"))
+    assert urls["Documentation"].startswith(f"{HOME}/")
+    assert not relative_targets(described.get_payload())
+    linked = set(re.findall(rf"{HOME}/(?:blob|raw)/HEAD/([\w./-]+)", described.get_payload()))
+    assert linked
+    assert [name for name in linked if not (PROJECT / name).exists()] == []
+
+
 def test_pages_and_settings_name_the_same_versions_of_python() -> None:
     config = configparser.ConfigParser(interpolation=None)
     config.read(PROJECT / "setup.cfg")
@@ -118,6 +146,31 @@ def test_pages_and_settings_name_the_same_versions_of_python() -> None:
     for name in ("Makefile", "README.rst", "CONTRIBUTING.rst", "docs/install.rst"):
         assert not [version for version in older if re.search(rf"Python {version}\b", read(name))]
     assert not any(version in SpecifierSet(options["python_requires"]) for version in older)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pip chose packages for this Python")
+def test_all_pinned_packages_accept_the_python_of_debian_12() -> None:
+    # pip does not say so: it tries all versions of the package that needs the refused one.
+    python = "3.11.2"
+    needed = {
+        f"{package.name} {package.version}": package.metadata["Requires-Python"]
+        for package in distributions(path=[sysconfig.get_path("purelib")])
+        if "Requires-Python" in package.metadata
+    }
+    assert len(needed) > 100
+    assert not {
+        name: wanted for name, wanted in needed.items() if not SpecifierSet(wanted).contains(python)
+    }
+
+
+def test_the_citation_names_this_version_and_home() -> None:
+    citation = yaml.safe_load(read("CITATION.cff"))
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(PROJECT / "setup.cfg")
+    assert citation["version"] == hvd_estimators.__version__
+    assert citation["license"] == config["metadata"]["license"]
+    assert citation.get("repository-code", "") == config["metadata"]["url"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 def test_make_installs_nothing_twice_and_the_demo_without_a_compiler(tmp_path: Path) -> None:

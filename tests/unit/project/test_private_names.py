@@ -198,3 +198,30 @@ def test_the_documentation_shows_every_row() -> None:
         for group in line.split()[2:]
     }
     assert {row.owner.partition(".")[0] for row in TABLE} == shown - {"jvm"}
+
+
+def test_the_check_finds_private_names(tmp_path: Path) -> None:
+    own = "class Own:\n    def __init__(self):\n        self._elsewhere = 1\n"
+    source = """\
+from torch.nn.modules.batchnorm import _NormBase
+from keras.src.layers import Dense
+class Layer:
+    def __init__(self, model):
+        self._own = model._jdf
+        self._own._own
+        self._elsewhere
+        model._elsewhere
+        getattr(model, "_orig_mod")
+        print(model.__dict__, model.public)
+"""
+    trees = {tmp_path / "x.py": ast.parse(source), tmp_path / "y.py": ast.parse(own)}
+    found = [(path.name, line, name) for path, line, name in foreign_names(trees)]
+    assert sorted(found) == [
+        ("x.py", 1, "_NormBase"),
+        ("x.py", 2, "Dense"),
+        ("x.py", 5, "_jdf"),
+        ("x.py", 8, "_elsewhere"),
+        ("x.py", 9, "_orig_mod"),
+    ]
+    assert provides(Path, "exists")
+    assert not provides(Path, "_nothing_of_that_name")

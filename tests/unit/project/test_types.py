@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -163,3 +164,20 @@ def _program(page: Path) -> str:
         code = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(code)] = code
     return "\n".join(lines)
+
+
+def test_signatures_and_help_show_types_and_defaults() -> None:
+    pytest.importorskip("torch")
+    from hvd_estimators.torch import TorchEstimator, TorchModel
+
+    signature = str(inspect.signature(TorchEstimator))
+    assert ", batch_size: int | None = 32, " in signature
+    assert ", inference_precision: Literal['float32', 'bfloat16', 'float16'] | None = " in signature
+    assert "model: torch.nn.Module | Callable[..., torch.nn.Module] | None = None" in signature
+    assert "\nbatch_size : int, default 32\n    Rows per batch and rank.\n" in (
+        inspect.getdoc(TorchEstimator) or ""
+    )
+    getter = inspect.signature(TorchEstimator.getBatchSize)  # type: ignore[attr-defined]
+    assert str(getter) == "(self) -> int"
+    getter = inspect.signature(TorchModel.getOptimizer)  # type: ignore[attr-defined]
+    assert str(getter) == "(self) -> torch.optim.Optimizer | None"

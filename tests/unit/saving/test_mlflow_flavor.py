@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,32 @@ def test_code_that_no_index_has_is_copied(
     assert not any(Path(path).name in ("json", "__main__") for path in code)
 
 
+def test_a_checkout_on_the_import_path_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", None)
+    (tmp_path / "netlib.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    requirements, code = find_requirements(["netlib"])
+    assert str(tmp_path / "netlib.py") in code
+    assert not any(line.startswith("net-lib") for line in requirements)
+
+
+def test_metadata_of_a_build_does_not_publish_a_source_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, None)
+    (tmp_path / "net_lib-1.2+cpu.dist-info").rename(tmp_path / "net_lib.egg-info")
+    (tmp_path / "net_lib.egg-info" / "METADATA").rename(tmp_path / "net_lib.egg-info" / "PKG-INFO")
+    (tmp_path / "net_lib.egg-info" / "RECORD").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(mlflow_flavor, "_OWN", "netlib")
+    requirements, code = find_requirements(["netlib"])
+    assert code == [str(tmp_path / "netlib")]
+    assert not any(line.startswith("net-lib") for line in requirements)
+
+
 def test_requirements_are_installed_versions_of_declared_dependencies() -> None:
     requirements = list(map(Requirement, find_requirements(["torch"])[0]))
     for requirement in requirements:
@@ -105,3 +132,20 @@ def test_signature_and_example_follow_from_training_rows(side: int, count: int) 
     for name in example:
         np.testing.assert_array_equal(example[name].tolist(), rows[name][:count])
     assert mlflow_flavor._describe(Predictor(), None) == (None, None)
+
+
+def test_copied_code_does_not_replace_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = tmp_path / "data" / "sparkml" / "stages" / "0_TorchModel_1"
+    stage.mkdir(parents=True)
+    monkeypatch.setattr(mlflow_flavor, "load_predictor", lambda path: path)
+    code = str(tmp_path / "code")
+    monkeypatch.setattr(sys, "path", [code, "elsewhere"])
+    assert mlflow_flavor._load_pyfunc(str(tmp_path / "data" / "sparkml")) == str(stage)
+    assert sys.path == ["elsewhere", code]
+    # The package is the copied code.
+    monkeypatch.setattr(sys, "path", [code, "elsewhere"])
+    monkeypatch.setattr(mlflow_flavor, "__file__", f"{code}/hvd_estimators/saving/flavor.py")
+    mlflow_flavor._load_pyfunc(str(tmp_path / "data" / "sparkml"))
+    assert sys.path == [code, "elsewhere"]

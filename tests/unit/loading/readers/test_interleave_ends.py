@@ -1,6 +1,8 @@
 """Cleanup after reading stops early or fails."""
 
+import itertools
 import threading
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.remote_reads import _VERIFY_PAGES
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.loading.interleave import Prefetch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,6 +29,30 @@ def test_closing_in_the_middle_of_a_pass_ends_all_threads(dataset, pool):
             assert set(threading.enumerate()) - before
 
     assert set(threading.enumerate()) == before
+
+
+def test_an_error_in_the_training_loop_ends_all_threads(dataset):
+    before = set(threading.enumerate())
+
+    def train():
+        with module(dataset) as data:
+            next(data.train_data())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+    assert set(threading.enumerate()) == before
+
+
+def test_an_aborted_validation_pass_ends_its_threads(dataset):
+    with module(dataset, val_plan=dataset.plan(1), val_batch_size=2) as data:
+        before = set(threading.enumerate())
+        batches = data.val_data()
+        next(batches)
+        batches.close()
+
+        assert set(threading.enumerate()) == before
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
@@ -82,6 +109,24 @@ def test_row_groups_shortened_since_the_plan_raise(tmp_path, footer, told):
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_any_error_of_the_planning_thread_ends_reading(dataset, monkeypatch, pool, after):
+    with module(dataset, reader_pool_type=pool) as data:
+        planned = data._train_passes
+
+        def plan_badly(first_pass):
+            yield from itertools.islice(planned(first_pass), after)
+            raise SystemExit("the plan failed")
+
+        monkeypatch.setattr(data, "_train_passes", plan_badly)
+        with pytest.raises(SystemExit, match="the plan failed") as raised:
+            for _ in data.train_data():
+                pass
+
+    assert "in plan_badly" in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
 def test_a_module_closed_by_another_thread_starts_no_further_pass(dataset, pool):
     before = set(threading.enumerate())
     reached, may_go_on = threading.Event(), threading.Event()
@@ -106,3 +151,18 @@ def test_a_module_closed_by_another_thread_starts_no_further_pass(dataset, pool)
     assert list(data.train_chunks()) == []
 
     assert set(threading.enumerate()) == before
+
+
+def test_a_source_that_fails_in_close_ends_reading():
+    class Source:
+        def __next__(self):
+            raise StopIteration
+
+        def __iter__(self):
+            return self
+
+        def close(self):
+            raise OSError("the connection is lost")
+
+    with pytest.raises(OSError, match="connection is lost"):
+        next(Prefetch(Source(), 1, "rows"))

@@ -79,6 +79,20 @@ def test_validation_between_batches_does_not_disturb_training(dataset, tmp_path)
     assert got == expected
 
 
+def test_a_rank_without_validation_rows_has_no_validation_batches(dataset, tmp_path):
+    validation = Dataset(tmp_path / "val", 1, files=1, row_group_size=1, first=1000)
+    plan = validation.plan(2, allow_empty=True)
+
+    batches = []
+    for rank in range(2):
+        with module(dataset, rank=rank, size=2, val_plan=plan) as data:
+            batches += [batch["id"].tolist() for batch in data.val_data()]
+    assert batches == [[1000]]
+
+    with module(dataset) as data:
+        assert list(data.val_data()) == []
+
+
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("pool", ["thread", "process"])
 def test_rows_are_transformed_once_per_pass(dataset, cache, pool):

@@ -84,6 +84,15 @@ def test_each_bundle_of_a_pass_is_mixed(tmp_path, monkeypatch):
     assert min(fifths) == 5
 
 
+def test_ranks_shuffle_in_different_orders(tmp_path):
+    dataset = Dataset(tmp_path / "twice", 40, files=1, row_group_size=20)
+
+    first = flat(take(dataset, 5, rank=0, size=2))
+    second = flat(take(dataset, 5, rank=1, size=2))
+
+    assert first != [row - 20 for row in second]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("skip", [1, 5, 14, 15, 33])

@@ -135,6 +135,39 @@ def test_a_killed_worker_is_named(dataset):
         read(dataset, 1, kill)
 
 
+def test_arrays_of_several_forms_keep_their_values():
+    columns = {
+        "numbers": np.arange(24.0).reshape(4, 6),
+        "columns first": np.asfortranarray(np.arange(24).reshape(4, 6)),
+        "every other": np.arange(16, dtype=np.int8)[::2].reshape(4, 2),
+        "bytes": np.array([b"", b"\0\1", b"x" * 10**6, b"y"], dtype=object),
+        "empty": np.zeros((4, 0), np.float32),
+    }
+    expected = {name: array.tolist() for name, array in columns.items()}
+    pool = TransformPool(Transformation(batch_function=dict, text=("bytes",)), 1)
+
+    (result,) = pool.map(iter([(columns, [1])]))
+
+    pool.close()
+    assert {name: array.tolist() for name, array in result.items()} == expected
+    assert {n: a.dtype for n, a in result.items()} == {n: a.dtype for n, a in columns.items()}
+
+
+def test_results_keep_their_values_while_later_ones_come():
+    pool = TransformPool(Transformation(batch_function=dict), 1)
+    users = pool._workers[0]._users
+    pieces = [({"x": np.full(1000, number)}, [number]) for number in range(2 * len(users))]
+
+    results = list(pool.map(iter(pieces)))
+
+    assert [set(result["x"].tolist()) for result in results] == [{i} for i in range(len(results))]
+    # As many are in shared memory as there is room for, and its room is free without them.
+    assert all(user() is not None for user in users)
+    del results
+    assert not any(user() is not None for user in users)
+    pool.close()
+
+
 def test_there_is_shared_memory_for_all_results_of_a_reader(monkeypatch):
     """A reader holds a part until it has the next one."""
     monkeypatch.setattr("hvd_estimators.loading.transform_pool._PIECE_BYTES", 800)
