@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -15,8 +16,9 @@ from saved_checkpoints import (
     save,
 )
 
+from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.checkpoints import list_checkpoints
+from hvd_estimators.store.checkpoints import list_checkpoints, positions
 from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import restore
 from hvd_estimators.training.spec import CheckpointOptions
@@ -30,6 +32,12 @@ def test_runs_resume_from_the_newest_checkpoint(any_store: Any) -> None:
     assert (newest.epoch, newest.rows, newest.framework) == (3, 0, "torch")
     assert newest.metrics == {"loss": pytest.approx(1 / 3)}
     assert any_store.get_checkpoints("mine")[-1] == newest.path
+
+
+def test_stores_without_runs_have_no_checkpoints(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path), save_runs=False)
+    assert positions(store, store.run_paths("mine")) == []
+    assert restored(store) is None
 
 
 def test_truncated_or_corrupted_checkpoints_are_skipped(
@@ -69,6 +77,13 @@ def test_checkpoints_with_a_corrupted_manifest_are_skipped(any_store: Any, point
     save(any_store, 2)
     assert restored(any_store) == (2, 2)
     assert epochs_in(any_store) == [1, 2]
+
+
+def test_unfinished_checkpoints_are_ignored(any_store: Any) -> None:
+    save(any_store, 1, 2)
+    any_store.delete(manifest_of(any_store.get_checkpoints("mine")[-1]))
+    assert restored(any_store) == (1, 1)
+    assert len(any_store.get_checkpoints("mine")) == 1
 
 
 def test_the_error_lists_all_checkpoints_if_none_is_valid(any_store: Any) -> None:

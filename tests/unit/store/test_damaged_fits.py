@@ -215,3 +215,11 @@ def test_files_of_any_name_among_checkpoints_are_ignored(effort: Effort, tmp_pat
             (folder / name).unlink()
 
     fuzz(check, NAMES | alike, effort)
+
+
+def test_times_without_a_zone_are_in_utc(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path))
+    document = {**METADATA, "started": "2026-11-20T10:00:00"}
+    store.write_text(run_file(store.run_paths("mine").run_path, "metadata"), json.dumps(document))
+    (run,) = store.list_runs()
+    assert run.started.isoformat() == "2026-11-20T10:00:00+00:00"

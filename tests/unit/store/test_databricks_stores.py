@@ -58,6 +58,14 @@ def test_local_and_volume_paths_on_databricks(databricks):
     assert store.spark_url(store.prefix_path) == "dbfs:/Volumes/main/default/volume/a"
 
 
+def test_explicit_paths():
+    store = DBFSLocalStore("dbfs:/a", train_path="/dbfs/b/train", runs_path="file:///dbfs/b/runs")
+    assert store.get_train_data_path("7f") == "/dbfs/b/train.7f"
+    assert store.get_run_path("r") == "/dbfs/b/runs/r"
+    with pytest.raises(ParamError, match="expected a path on DBFS, found '/b'"):
+        DBFSLocalStore("dbfs:/a", train_path="/b")
+
+
 def test_files_are_written_sequentially_on_any_mount(tmp_path, monkeypatch):
     store = DBFSLocalStore("dbfs:/a", mount=str(tmp_path))
     path = f"{store.prefix_path}/runs/model"

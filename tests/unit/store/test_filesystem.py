@@ -2,14 +2,17 @@
 
 import importlib
 import pickle
+import sys
+import types
 
 import fsspec
 import pytest
 
-from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store import FilesystemStore, LocalStore, RunPaths, Store
+from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
+from hvd_estimators.store import FilesystemStore, LocalStore, RunPaths, Store, register_store
 from hvd_estimators.store.registry import (
     _stores,
+    registered_schemes,
     scheme_of,
     store_class,
 )
@@ -54,6 +57,22 @@ def test_each_scheme_has_a_store_class_or_a_helpful_error():
 
     with pytest.raises(ParamError, match=r"scheme 'nothing'.*one of: abfs, .*, file, .*s3a,"):
         Store.create("nothing://a")
+
+
+def test_schemes_can_be_registered_by_class_or_name(monkeypatch):
+    class Mine(FilesystemStore):
+        pass
+
+    register_store("Memory", Mine)
+    assert type(Store.create("memory://data")) is Mine
+
+    module = types.ModuleType("stores_of_somebody")
+    module.Theirs = Mine
+    monkeypatch.setitem(sys.modules, "stores_of_somebody", module)
+    register_store("theirs", "stores_of_somebody:Theirs")
+    assert store_class("theirs://data") is Mine
+
+    assert {"file", "memory", "theirs"} < set(registered_schemes())
 
 
 def test_paths_keep_their_scheme():
@@ -124,6 +143,24 @@ def test_memory_stores_are_rejected_for_spark_and_training(store):
             refused()
 
 
+def test_storage_options_reach_the_filesystem(tmp_path):
+    store = FilesystemStore(f"file://{tmp_path}", storage_options={"auto_mkdir": True})
+
+    assert store.fs.auto_mkdir
+    assert not store.without_options().fs.auto_mkdir
+
+
+def test_unusable_filesystems_are_reported_at_construction(monkeypatch):
+    with pytest.raises(ParamError, match="cannot open 'nothing://a'"):
+        FilesystemStore("nothing://a")
+    with pytest.raises(ParamError, match="'file:///b', which is on another filesystem"):
+        FilesystemStore("memory://a", train_path="file:///b")
+
+    monkeypatch.setitem(sys.modules, "ossfs", None)
+    with pytest.raises(DependencyError, match="ossfs"):
+        FilesystemStore("oss://bucket/a")
+
+
 def test_s3_and_s3a_name_the_same_store():
     options = {"key": "AKIAEXAMPLE", "secret": "s3cr3t!"}
     store = Store.create("s3://bucket/data/", storage_options=options)
@@ -143,6 +180,15 @@ def test_s3_and_s3a_name_the_same_store():
     assert store.secrets == set(options.values())
     assert store.without_options().storage_options == {}
     assert not store.save_storage_options
+
+
+def test_errors_name_the_missing_package_and_how_to_install_it(monkeypatch):
+    for module in ("gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DependencyError, match=r'pip install "<clone or .*>\[gcs\]".*executors'):
+        Store.create("gs://bucket/a")
+    with pytest.raises(DependencyError, match=r"hvd_estimators>\[azure\]"):
+        Store.create("abfss://container@account.dfs.core.windows.net/a")
 
 
 class AzureInMemory(fsspec.get_filesystem_class("memory")):

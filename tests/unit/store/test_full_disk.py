@@ -45,6 +45,12 @@ def test_errors_of_a_full_disk_name_the_temporary_folder(error: Exception) -> No
     assert caught.value.__cause__ is error
 
 
+def test_the_folder_of_a_named_file_is_named_too() -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/models/large.bin")
+    with pytest.raises(StoreError, match="Free space in '/data/models'"):
+        fail(error)
+
+
 FAILED_WRITE = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
 
 
@@ -57,6 +63,13 @@ def test_a_failed_write_without_a_reason_counts_if_little_space_is_left(
     monkeypatch.setattr(storage_errors, "_free_bytes", lambda folder: 2**40)
     with pytest.raises(RuntimeError, match="unexpected pos"):
         fail(FAILED_WRITE)
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), FileNotFoundError(errno.ENOENT, "gone")])
+def test_other_errors_are_not_changed(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        fail(error)
+    assert caught.value is error
 
 
 def test_copies_of_stored_files_on_a_full_disk(

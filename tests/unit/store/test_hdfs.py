@@ -74,6 +74,22 @@ def test_ranks_get_the_hdfs_configuration_without_other_secrets(tmp_path, monkey
     assert (there.user, there.kerb_ticket) == ("me@REALM", "/t")
 
 
+def test_explicit_paths_with_and_without_a_prefix():
+    store = HDFSStore("hdfs://nn:1/a", train_path="/b/train", val_path="hdfs://nn:1/b/val")
+    assert store.get_train_data_path() == "hdfs://nn:1/b/train"
+    assert store.get_val_data_path("7f") == "hdfs://nn:1/b/val.7f"
+    assert store.get_test_data_path() == "hdfs://nn:1/a/intermediate_test_data"
+    assert store.get_run_path("r") == "hdfs://nn:1/a/runs/r"
+
+    store = HDFSStore(train_path="hdfs://nn:1/b/train", val_path="/b/val", runs_path="/b/runs")
+    assert store.prefix_path is None
+    assert store.get_val_data_path() == "hdfs://nn:1/b/val"
+    assert store.run_paths("r").logs_path == "hdfs://nn:1/b/runs/r/logs"
+    assert store.spark_url(store.get_train_data_path("7f")) == "hdfs://nn:1/b/train.7f"
+    with pytest.raises(ParamError, match="test_path is not set"):
+        store.get_test_data_path()
+
+
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
@@ -99,3 +115,16 @@ def test_all_paths_must_be_on_one_hdfs():
 def test_the_error_without_a_name_node_says_what_to_set():
     with pytest.raises(ParamError, match=r"no name node for .*Set hdfs://host:port/path"):
         HDFSStore("hdfs:///a").check()
+
+
+def test_arguments_of_other_clients():
+    with pytest.warns(UserWarning, match="'libhdfs3' has no effect"):
+        HDFSStore("hdfs:///a", driver="libhdfs3")
+    with pytest.raises(ParamError, match="user: expected a name"):
+        HDFSStore("hdfs:///a", user="a:b")
+    with pytest.raises(ParamError, match="kerb_ticket: found no ticket cache '/absent'"):
+        HDFSStore("hdfs://a:1/a", user="me@REALM", kerb_ticket="/absent").check()
+    with pytest.raises(
+        ParamError, match=r"user: expected the principal of kerb_ticket='/t'.*klist"
+    ):
+        HDFSStore("hdfs://a:1/a", kerb_ticket="/t")

@@ -159,6 +159,20 @@ def test_connections_that_spark_lost_are_errors_of_the_store(text, kind):
     assert f": {kind.value} ({text})" in str(raised.value)
 
 
+def test_errors_of_the_rows_own_source_do_not_change():
+    error = RuntimeError(
+        "An error occurred while calling o1.parquet.\n: org.apache.spark.SparkException: Job "
+        "aborted (host executor 1): java.net.ConnectException: Connection to db:5432 refused.\n"
+        "\tat org.postgresql.core.v3.ConnectionFactoryImpl.openConnection(Impl.java:1)\n"
+    )
+    with (
+        pytest.raises(RuntimeError) as raised,
+        storage_errors(HDFSStore("hdfs://nn:8020/s"), "hdfs://nn:8020/s/train"),
+    ):
+        raise error
+    assert raised.value is error
+
+
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Return the list of all waits, which take no time."""

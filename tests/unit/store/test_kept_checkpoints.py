@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from pathlib import Path
@@ -21,6 +22,7 @@ from hvd_estimators.store.checkpoints import (
     list_checkpoints,
     positions,
 )
+from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
@@ -43,6 +45,19 @@ def test_the_newest_and_the_best_are_kept(any_store: Any, keep: int) -> None:
     found = best_checkpoint(list_checkpoints(any_store, run))
     assert found is not None
     assert (found.epoch, found.monitor, found.mode) == (3, "loss", "min")
+
+
+def test_metrics_may_be_nan_or_infinite(store: Any) -> None:
+    run = store.run_paths("mine")
+    with CheckpointWriter(store, run, CheckpointOptions("torch")) as writer:
+        for epoch, loss in enumerate([math.inf, math.nan, -math.inf], 1):
+            writer.save(state_of(epoch, loss=loss), model_of(epoch))
+    found = [info.metrics["loss"] for info in list_checkpoints(store, run)]
+    assert math.isnan(found[0])
+    assert found[1] == -math.inf
+    pointer = Path(manifest_of(store.get_checkpoints("mine")[-1])).read_text()
+    # Strict JSON, for other readers.
+    json.loads(pointer, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from processes import wait_until
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
+from hvd_estimators.store import LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
     UNREADABLE,
@@ -125,6 +127,24 @@ def test_remote_processes_are_judged_by_the_age_of_the_heartbeat(store, path):
     assert os.listdir(store.prefix_path) == left
 
 
+class Timeless(LocalStore):
+    """Store without modification times."""
+
+    def modified(self, path):
+        return None
+
+
+def test_the_owners_clock_is_used_if_the_store_has_none(tmp_path, path):
+    store = Timeless(str(tmp_path / "store"))
+    with Heartbeat(store, path):
+        claim = of_another(read_lease_record(store, path))
+    for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
+        beaten = leases._utc() - timedelta(seconds=seconds)
+        older = dataclasses.replace(claim, beaten=beaten)
+        assert is_abandoned(store, path, older) is expected
+    assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
+
+
 def test_claims_this_process_has_released_are_abandoned(store, path):
     heartbeat = Heartbeat(store, path)
     heartbeat.start()
@@ -164,6 +184,16 @@ def test_a_process_paused_too_long_notices_its_lost_claim(store, path):
     assert process.stdout.readline() == "lost\n"
     process.communicate("\n")
     assert read_lease_record(store, path) == other
+
+
+def test_forked_children_do_not_touch_the_claim(store, path):
+    process = start(store, "forks")
+    claim = read_lease_record(store, path)
+    assert claim.owner.pid == process.pid
+    wait_until(lambda: read_lease_record(store, path).beaten > claim.beaten)
+    process.communicate("\n")
+    assert process.returncode == 0
+    assert not store.exists(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"machine": "m", "pid": "x"}'])

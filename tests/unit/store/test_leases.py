@@ -201,6 +201,26 @@ def test_exclusive_creation_works_without_hard_links(
     assert os.listdir(f"{store.prefix_path}/new") == ["file"]
 
 
+def test_a_second_thread_is_rejected_before_the_first_heartbeat(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = store.run_paths("mine")
+    take = Lease._take
+    taken: list[bool] = []
+
+    def take_and_look(self: Lease, generation: int) -> bool:
+        taken.append(take(self, generation))
+        with pytest.raises(ParamError, match="by another fit of this application"):
+            Lease(store, run).require_free()
+        return taken[-1]
+
+    monkeypatch.setattr(Lease, "_take", take_and_look)
+    with Lease(store, run):
+        pass
+    assert taken == [True]
+    assert not store.exists(path_of(store))
+
+
 class Outdated(LocalStore):
     """Store whose listings are old."""
 

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
 from hvd_estimators import Store
-from hvd_estimators.exceptions import StoreError, StoreUnavailableError
+from hvd_estimators.exceptions import ParamError, StoreError, StoreUnavailableError
 from hvd_estimators.store import retries
 from hvd_estimators.store.redaction import redacted, secret_values
 from hvd_estimators.store.retries import with_retries
@@ -141,6 +141,17 @@ def test_the_final_error_names_path_cause_and_remedy(clock):
     assert 60 <= clock.now < 66
 
 
+def test_the_time_limit_starts_at_the_first_failure(clock):
+    def slow_then_good(calls=[]):  # noqa: B006 - counts its calls
+        calls.append(1)
+        clock.now += 200  # a client's own retries may take longer than ours
+        if len(calls) == 1:
+            raise ConnectionResetError
+        return len(calls)
+
+    assert with_retries(slow_then_good, "reading 'a'") == 2
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -154,6 +165,13 @@ def test_errors_that_users_can_fix_are_raised_at_once(error, message, clock):
         with_retries(failing(error), "writing 's3://b/a'")
     assert clock.now == 0
     assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("a"), ValueError("b"), ParamError("c")])
+def test_errors_that_callers_handle_are_not_converted(error):
+    with pytest.raises(type(error)) as raised:
+        with_retries(failing(error), "reading 'a'")
+    assert raised.value is error
 
 
 def test_messages_hold_no_secrets():
@@ -244,3 +262,9 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(cutting, monke
         fs.pipe_file("/cut/file", b"short")
         with pytest.raises(StoreError, match="another file meanwhile, of less than 100 bytes"):
             file.read()
+
+
+def test_missing_files_are_reported_at_open(cutting):
+    store, _ = cutting
+    with pytest.raises(FileNotFoundError):
+        store.open("memory://cut/absent")

@@ -2,6 +2,8 @@
 
 import os
 import posixpath
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,14 @@ def test_create_accepts_local_paths_and_file_urls(prefix, path):
 
     assert type(store) is LocalStore
     assert store.prefix_path == path
+
+
+def test_relative_and_home_prefixes_become_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    assert Store.create("experiments").prefix_path == str(tmp_path / "experiments")
+    assert Store.create("~/experiments").prefix_path == "/home/somebody/experiments"
 
 
 def test_all_paths_are_below_the_prefix():
@@ -77,6 +87,11 @@ def test_without_saved_runs_there_are_no_checkpoints_and_logs():
     paths = LocalStore("/data", save_runs=False).run_paths("r1")
 
     assert paths == RunPaths("r1", "/data/runs/r1", None, None)
+
+
+@pytest.mark.parametrize("run_id", ["torch_2024-01-01", "a.b", "lr=0.1", "Größe"])
+def test_common_run_ids_are_accepted(run_id):
+    assert LocalStore("/data").run_paths(run_id).run_path == f"/data/runs/{run_id}"
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "a#b?c", "100%20", "[x]", "{y}*"])
@@ -191,3 +206,34 @@ def test_local_folders_are_listed_as_fsspec_lists_them(store, tmp_path):
     assert store.list_files(f"{root}/z") == [file]
     assert file[:2] == ListedFile(f"{root}/z")[:2]
     assert store.list_files(f"{root}/absent") == store.list_files(f"{root}/z/below") == []
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(0, None)], [(-3, None), (2, 4)], [(5, 99), (-99, 3)], [(99, None), (4, 4)]]
+)
+def test_ranges_of_a_local_file_are_those_of_its_content(store, ranges):
+    path = f"{store.prefix_path}/a"
+    store.write_text(path, "0123456789")
+    assert store.read_ranges(path, ranges) == [b"0123456789"[slice(*each)] for each in ranges]
+    with pytest.raises(FileNotFoundError):
+        store.read_ranges(f"{path}.absent", ranges)
+
+
+def test_several_threads_delete_one_folder(tmp_path):
+    """A walk through a folder fails if another thread deletes its entries meanwhile."""
+    store = LocalStore(str(tmp_path / "store"))
+    for number in range(5):
+        folder = Path(store.folder) / str(number)
+        for inner in range(30):
+            (folder / str(inner)).mkdir(parents=True)
+            (folder / str(inner) / "file").write_text("text")
+        aligned = threading.Barrier(8)
+
+        def delete(folder=folder, aligned=aligned):
+            aligned.wait()
+            store.delete(str(folder))
+
+        with ThreadPoolExecutor(8) as threads:
+            for future in [threads.submit(delete) for _ in range(8)]:
+                future.result()
+        assert not folder.exists()

@@ -142,3 +142,17 @@ def test_mlflow_metadata_names_the_path_in_the_store(store):
         found = Path(directory.path, "mlruns", "meta.yaml").read_text()
         assert found.startswith(f"a: file:{directory.path}/x\nb: file:{directory.path}/y\n")
     assert contents(store)["mlruns/meta.yaml"].startswith(f"a: {target}/x\n".encode())
+
+
+@pytest.mark.parametrize("writer", ["", "-7164-140485310006976"])
+def test_files_that_an_earlier_process_did_not_finish_are_deleted(store, writer):
+    path = logs(store)
+    for name in ("train/events", f".events-{'0a' * 16}{writer}", f"train/.x-{'0a' * 16}{writer}"):
+        with store.open_atomic(f"{path}/{name}") as file:
+            file.write(b"one")
+
+    with SyncedDirectory(store, path) as directory:
+        files = [file for _, _, names in os.walk(directory.path) for file in names]
+
+    assert files == ["events"]
+    assert contents(store) == {"train/events": b"one"}

@@ -103,6 +103,19 @@ def test_inputs_and_labels_are_found_in_a_batch(value: Any, inputs: Any, labels:
         assert all(parts[name] is wanted[name] for name in wanted)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((A, B, C), "a tuple of 3"),
+        ({"f": "text"}, "str as the input 'f'"),
+        ((A, "text"), "str as the label 'l'"),
+    ],
+)
+def test_other_batches_are_errors(value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        split_batch(value, ["f"], ["l"])
+
+
 def test_tensors_keep_the_types_of_the_function_unless_they_are_named() -> None:
     ids, label = torch.tensor([1, 2]), torch.tensor([0.5, 1.5], dtype=torch.float64)
     batch = CollatedBatch(2, ({"ids": ids, "mask": ids > 1}, label), np.array([1.0, 2.0]))
@@ -168,3 +181,21 @@ def fewest_parts(sizes: list[int], limit: int) -> int:
         starts = [s for s in range(end) if (end - s) * sizes[end - 1] <= limit or end - s == 1]
         best.append(1 + min(best[start] for start in starts))
     return best[-1]
+
+
+@pytest.mark.parametrize(
+    ("size_fn", "message"),
+    [
+        (
+            lambda row: len(row["text"]),
+            "^batch_size_fn failed with KeyError: 'text'.*dict of column",
+        ),
+        (lambda row: 0, r"^batch_size_fn: expected a positive number .* found \[0, 0, 0\]"),
+        (lambda row: [1, 2], "^batch_size_fn: expected a positive number"),
+        (lambda row: float("nan"), "^batch_size_fn: expected a positive number"),
+        (lambda row: "many", "^batch_size_fn failed with ValueError"),
+    ],
+)
+def test_sizes_that_are_no_numbers(size_fn: Any, message: str) -> None:
+    with pytest.raises(ParamError, match=message):
+        BoundedCollate(Padding(None, {"ids": 0}), size_fn, 4.0)(RowTable(TABLE.select(["ids"])))

@@ -191,6 +191,18 @@ def test_a_function_may_have_any_arguments(tmp_path: Path) -> None:
     assert module.head.weight.shape == (5, 4)
 
 
+def test_weights_of_other_types_become_those_of_the_model(tmp_path: Path) -> None:
+    net = trained()
+    path = str(tmp_path / "base.safetensors")
+    save_file({n: v.bfloat16() for n, v in net.state_dict().items() if n != "last.weight"}, path)
+    module = make(path)
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    load_weights(module)
+    weight = module.get_parameter("first.weight")
+    assert weight.dtype == torch.float32
+    torch.testing.assert_close(weight, net.first.weight.bfloat16().float(), rtol=0, atol=0)
+
+
 def test_wrong_files_and_models_are_named(tmp_path: Path) -> None:
     path = save(tmp_path / "base", trained())
     with pytest.raises(ParamError, match=r"^init_weights: 'head\.weight' has shape \(3, 4\)"):
@@ -272,3 +284,19 @@ def test_the_index_tells_the_files(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(StoreError, match=r"index\.json cannot be read"):
         make(str(folder))
+
+
+def test_recurrent_layers_follow_their_weights(tmp_path: Path) -> None:
+    save_file(torch.nn.GRU(2, 3).state_dict(), tmp_path / "one.safetensors")
+    module = make(str(tmp_path / "one.safetensors"), lambda: torch.nn.GRU(2, 3))
+    find_weights_in(module, LocalStore(str(tmp_path)))
+    output, _ = load_weights(module)(torch.ones(1, 1, 2))
+    assert output.isfinite().all()
+    weights = load_file(tmp_path / "one.safetensors")
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+
+
+def test_a_compiled_module_is_rejected(tmp_path: Path) -> None:
+    path = save(tmp_path / "base", trained())
+    with pytest.raises(ParamError, match=r"^init_weights: .*torch\.compile"):
+        make(path, lambda: torch.compile(Net()))

@@ -83,6 +83,18 @@ def test_a_single_metric_measures_every_label_and_longer_groups_pair_up():
     }
 
 
+def test_sums_of_many_batches_do_not_lose_precision():
+    measures = MetricSums(Metrics([], ["y"]))
+
+    add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(2**24))
+    for _ in range(1024):
+        add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(3))
+
+    # In 32 bits, adding 3 to 2**24 adds 4.
+    expected = (2**24 + 3 * 1024) / 1025
+    assert measures.means()["loss"] == pytest.approx(expected, rel=1e-12)
+
+
 class Batches(DataModule):
     """Data module with given batches and given sizes over all ranks."""
 

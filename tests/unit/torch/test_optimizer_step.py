@@ -11,6 +11,7 @@ from hvd_estimators.torch.optimizer_step import (
     OptimizerStep,
     StepOptions,
     StepRate,
+    learning_rates,
 )
 
 
@@ -98,6 +99,26 @@ def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     rate.remove()
     optimizer.step()
     assert parameter.item() == pytest.approx(0.66)
+
+
+def test_an_optimizer_that_computes_its_rate_has_none_to_scale() -> None:
+    class OwnRate(torch.optim.SGD):
+        """As Adafactor of timm: the group's rate is None, and `step` computes one."""
+
+        def step(self, closure: Any = None) -> None:
+            assert self.param_groups[0]["lr"] is None
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(0.5 * parameter.grad)
+
+    optimizer = OwnRate([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0]["lr"] = None
+    StepRate(optimizer, 4)
+
+    assert step(optimizer) == [0.5]
+    assert rates(optimizer) == [None]
+    assert learning_rates(optimizer) == []
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
+    assert learning_rates(optimizer) == [0.1]
 
 
 def test_a_rank_without_rows_steps_with_the_gradients_of_others() -> None:

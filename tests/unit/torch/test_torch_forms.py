@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.dry_run import check_fit
 from hvd_estimators.torch.serialization import (
@@ -138,3 +140,25 @@ def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
     spec = TensorSpec(("x",), ("y",))
     assert check_fit(compiled, objective_of(spec), COLUMNS) == [(1,)]
     assert not calls
+
+
+def test_compiled_modules_that_cannot_be_sent_are_rejected() -> None:
+    import pytorch_lightning  # noqa: F401 (it changes torch.compile)
+
+    lock = threading.Lock()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with lock:
+            return graph
+
+    net = torch.nn.Linear(2, 1)
+    assert type(load_module(dump_module(torch.compile(net, backend="eager")))) is not type(net)
+    estimator = TorchEstimator(
+        model=torch.compile(net, backend=backend),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+    )
+    with pytest.raises(ParamError, match=r"^model: it is sent .* cannot pickle '_thread.lock'"):
+        Fit(estimator).framework.check()

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.torch.dry_run import (
+    check_fit,
+    check_initialized,
     check_own_step,
     takes_one_row,
 )
 from hvd_estimators.torch.objective import JointLoss, Objective, check_joint
-from hvd_estimators.torch.tensors import TensorSpec, select_outputs
+from hvd_estimators.torch.tensors import TensorSpec, require_tensors, select_outputs
 
 F = torch.nn.functional
 ONE, TWO = torch.ones(3, 1), torch.ones(3, 2)
@@ -54,6 +57,21 @@ def test_outputs_are_selected_by_position_and_by_name(
     assert [id(output) for output in found] == [id(output) for output in expected]
     # Outputs that are already selected stay, whatever the positions.
     assert select_outputs(found, ["y"], selection) is found
+
+
+def test_errors_about_missing_outputs_list_the_existing_outputs() -> None:
+    for outputs, selection, message in (
+        ((ONE, TWO), [2], r"outputs: found position 2, .* a tuple of 2, .* 0 to 1"),
+        (ONE, [1], "outputs: found position 1, .* a Tensor"),
+        (ONE, ["logits"], r"outputs: found 'logits', .* no names.*outputs=\[0\]"),
+        ({"a": ONE}, ["b"], "outputs: found 'b', .* a dict of 1 with the names a"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            select_outputs(outputs, [], selection)
+    with pytest.raises(ShapeError, match=r"tuple of NoneType.*outputs"):
+        require_tensors(select_outputs((ONE, None), ["y"], [1]), (ONE, None))
+    with pytest.raises(ShapeError, match=r"no output is named y. Set outputs"):
+        select_outputs({"a": ONE, "b": TWO}, ["y"])
 
 
 def test_columns_are_named_after_labels_or_outputs() -> None:
@@ -95,6 +113,38 @@ def test_joint_losses_get_their_arguments_by_name() -> None:
             check_joint(function, weighted=False)
     with pytest.raises(ParamError, match=r"sample_weight_col is set, .* found outputs"):
         check_joint(lambda outputs: outputs, weighted=True)
+
+
+class Several(torch.nn.Module):
+    """Module that returns one output per row and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x), self.linear.weight.abs().sum()
+
+
+def test_the_dry_run_explains_how_to_omit_outputs() -> None:
+    net, spec = Several(), TensorSpec(("x",), ("y",))
+    with pytest.raises(ShapeError, match=r"2 outputs, .* 1 label .*outputs .*\[0\].*'joint'"):
+        check_fit(net, objective_of(spec), COLUMNS)
+    picked = dataclasses.replace(spec, outputs=(0,))
+    assert check_fit(net, objective_of(picked), COLUMNS) == [(1,)]
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        return F.mse_loss(outputs[0].reshape(-1), labels[0]) + outputs[1]
+
+    joint = dataclasses.replace(spec, pairs=False)
+    with pytest.raises(ShapeError, match=r"at position 1 has shape \(\) for 3 rows.*outputs can"):
+        check_fit(net, objective_of(joint, loss, joint=True), COLUMNS)
+    chosen = dataclasses.replace(joint, outputs=(0,))
+    assert check_fit(net, objective_of(chosen, loss, joint=True), COLUMNS) == [(1,)]
+    with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[5], joint=True), COLUMNS)
+    with pytest.raises(ParamError, match=r"^loss: expected one number .*found shape \(3, 1\)"):
+        check_fit(net, objective_of(chosen, lambda outputs: outputs[0], joint=True), COLUMNS)
 
 
 def objective(step: Any, loss: Any = F.mse_loss) -> Objective:
@@ -159,3 +209,11 @@ def test_one_row_suffices_for_batch_normalization_over_several_values() -> None:
     assert (takes(images, 1, 5, 5), takes(pooled, 1, 5, 5)) == (True, False)
     assert takes(images, 2) is None
     assert int(images[1].num_batches_tracked) == 0
+
+
+def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:
+    net = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ParamError, match=r"model: '0\.weight', .* have no shape yet.*Call"):
+        check_initialized(net)
+    net(torch.zeros(2, 4))
+    check_initialized(net)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.exceptions import PredictionError
+from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import Resources
 from hvd_estimators.torch import TorchModel
 
@@ -59,6 +59,17 @@ def test_numbers_of_any_type_are_kept() -> None:
         )
 
 
+def test_complex_outputs_are_an_error_instead_of_losing_their_imaginary_parts() -> None:
+    class Spectrum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.fft.rfft(x), x
+
+    with pytest.raises(ShapeError, match=r"outputs: .*complex numbers.*view_as_real"):
+        predictor(Spectrum(), label_columns=[])([ROWS])
+    (found,) = predictor(Spectrum(), label_columns=[], outputs=[1])([ROWS])
+    np.testing.assert_array_equal(found, ROWS)
+
+
 def test_outputs_do_not_change_when_the_module_reuses_its_buffers() -> None:
     class Holding(torch.nn.Module):
         def __init__(self) -> None:
@@ -72,6 +83,38 @@ def test_outputs_do_not_change_when_the_module_reuses_its_buffers() -> None:
     holding = predictor(Holding())
     first, second = holding([ROWS]), holding([ROWS])
     assert (first[0][0], second[0][0]) == (1, 2)
+
+
+class Force(torch.nn.Module):
+    """Module that returns a gradient of its output and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = torch.nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return torch.autograd.grad((self.energy(x) ** 2).sum(), x)[0]
+
+
+def test_forward_passes_that_inference_mode_does_not_allow() -> None:
+    module = Force()
+    weight = module.energy.weight.detach().numpy()
+    expected = 2 * (ROWS @ weight.T + module.energy.bias.item()) * weight
+
+    found = predictor(module)
+    for _ in range(3):
+        np.testing.assert_allclose(found([ROWS])[0], expected, atol=1e-5)
+    # The first batch runs twice.
+    assert found._module.calls == 4
+
+    sparse = net()
+    exact = sparse(torch.from_numpy(ROWS)).detach().numpy()
+    sparse[0].weight = torch.nn.Parameter(sparse[0].weight.detach().to_sparse_csr())
+    np.testing.assert_allclose(predictor(sparse)([ROWS])[0], exact, atol=1e-6)
 
 
 def test_errors_in_forward_describe_the_inputs() -> None:

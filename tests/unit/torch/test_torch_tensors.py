@@ -58,9 +58,39 @@ def test_inputs_and_labels_get_the_configured_shapes(columns):
     assert [tuple(tensor.shape) for tensor in batch.labels] == [(ROWS, 1)]
 
 
+def test_empty_batches_keep_their_shapes(columns):
+    spec = TensorSpec(("pixels",), ("count",), "weight", ((-1, 3, 4),), None, {})
+
+    batch = spec.batch({name: array[:0] for name, array in columns.items()})
+
+    assert tuple(batch.inputs[0].shape) == (0, 3, 4)
+    assert batch.rows == len(batch.weights) == 0
+
+
 def test_shapes_that_do_not_fit_the_column_are_rejected(columns):
     with pytest.raises(RuntimeError):
         TensorSpec(("pixels",), (), None, ((-1, 6),), None, {}).inputs(columns)
+
+
+@pytest.fixture
+def _warn_always():
+    """Let torch repeat warnings that another test may have caused before."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("_warn_always")
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_read_only_columns_are_accepted_without_a_warning(columns, recwarn, dtype):
+    for array in columns.values():
+        array.flags.writeable = False
+
+    spec = TensorSpec(("pixels",), ("count",), "weight", dtypes={"count": dtype})
+    spec.batch(columns)
+
+    # Objects of other tests may be collected meanwhile, with a ResourceWarning.
+    assert [str(w.message) for w in recwarn if w.category is not ResourceWarning] == []
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hvd_estimators import Store
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.store.base import RunPaths
+from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.call_transfer import CallTransfer, train_stored
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
@@ -73,6 +76,27 @@ def test_ranks_return_little_and_the_state_arrives_in_a_file(
     assert results[0].state == STATE * 3
     assert results[0].history[0].train == {"loss": 3.0}
     assert results[1].state is None
+    assert files(tmp_path) == set()
+
+
+def file_trainer(spec: Spec) -> TrainResult:
+    state = LocalFile()
+    Path(state.path).write_bytes(STATE * spec.scale)
+    return TrainResult(state.path, state, ())
+
+
+def test_a_state_in_a_file_stays_a_file(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    with CallTransfer(spec) as handover:  # type: ignore[arg-type]
+        answer = train_stored(handover.put(file_trainer))
+        assert answer.state is None
+        assert not Path(answer.weights_digest).parent.exists()
+        state = handover.read([answer])[0].state
+    assert isinstance(state, LocalFile)
+    path = Path(state.path)
+    assert path.read_bytes() == STATE * 3
+    del state
+    assert not path.parent.exists()
     assert files(tmp_path) == set()
 
 
@@ -163,6 +187,25 @@ def test_finished_checkpoints_survive_a_failed_rank(tmp_path: Path, has_checkpoi
     assert caught.value.rank == 1
     assert ("run_id='mine'" in str(caught.value)) == has_checkpoint
     assert files(tmp_path) == (KEPT if has_checkpoint else set())
+
+
+def test_errors_in_saving_a_model_name_its_run(tmp_path: Path) -> None:
+    cannot = {"model": torch.nn.Linear(1, 1), "loss": threading.Lock()}
+    told = r"^loss: found a lock, which cannot be saved \(TypeError: .*set it after loading\."
+    with pytest.raises(ParamError, match=rf"{told} .*run_id='mine'"):
+        TorchModel(**cannot, run_id="mine").save(str(tmp_path / "model"))
+    with pytest.raises(ParamError, match=f"{told}$"):
+        TorchModel(**cannot).save(str(tmp_path / "model"))
+
+
+def test_errors_of_the_backend_are_not_converted(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    with (
+        pytest.raises(KeyError),
+        CallTransfer(spec) as handover,  # type: ignore[arg-type]
+        handover.describing_saved_state(trained=False),
+    ):
+        raise KeyError("of the backend")
 
 
 def test_the_next_fit_deletes_files_of_a_killed_fit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators import load_checkpoint
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators import Store, load_checkpoint
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.keras.model_file import save_values
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
@@ -76,6 +77,27 @@ def test_damaged_checkpoints_are_skipped_and_named(
         load_checkpoint(paths[1])
 
 
+def test_missing_checkpoints_are_reported(store: Any) -> None:
+    for which in ("newest", "best"):
+        with pytest.raises(StoreError, match="no checkpoint of the run 'mine'"):
+            load_checkpoint(store, "mine", which=which)
+    with pytest.raises(ParamError, match="run_id is not set"):
+        load_checkpoint(store)
+    with pytest.raises(StoreError, match=r"nothing\.ckpt"):
+        load_checkpoint(f"{store.prefix_path}/nothing.ckpt")
+    Path(store.prefix_path).mkdir()
+    Path(store.prefix_path, "text").write_bytes(b"text")
+    with pytest.raises(StoreError, match="not a file of torch, Keras or Lightning"):
+        load_checkpoint(f"{store.prefix_path}/text")
+
+
+def test_files_of_other_programs_have_only_content(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "state")
+    found = load_checkpoint(str(tmp_path / "state"))
+    assert (found.framework, found.epoch, found.history, found.metrics) == ("torch", None, [], {})
+    assert torch.equal(found.content["a"], torch.ones(1))
+
+
 class Custom:
     """Class that is not a plain value."""
 
@@ -121,3 +143,11 @@ def test_loading_needs_neither_spark_nor_horovod(store: Any) -> None:
         check=False,
     )
     assert told.stdout == "2 [2.0, 2.0]\n", told.stderr
+
+
+def test_checkpoints_load_from_any_store(tmp_path: Path) -> None:
+    store = Store.create("memory://load-checkpoint")
+    save(store, torch_file)
+    assert epoch_of(load_checkpoint(store, "mine", which="best")) == 2
+    content = io.BytesIO(store.read(store.get_checkpoints("mine")[0]))
+    assert torch.load(content, weights_only=True)["model"]["weight"].tolist() == [1.0, 1.0]

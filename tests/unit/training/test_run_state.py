@@ -128,6 +128,15 @@ def test_values_that_are_not_plain_are_rejected(value: Any) -> None:
         encode(value, [])
 
 
+def test_torch_can_load_the_file(store: Any) -> None:
+    path = f"{store.prefix_path}/checkpoint"
+    write(store, path, some_state())
+    for mmap in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mmap)
+        assert torch.equal(loaded["weight"], torch.arange(1000.0))
+    assert zipfile.ZipFile(path).testzip() is None
+
+
 def written(path: Path, store: Any, kind: str) -> None:
     """Write a checkpoint that cannot be resumed."""
     write(store, str(path), some_state())

@@ -108,6 +108,15 @@ def test_sigterm_is_a_request_only_within_the_block(directory: str, monkeypatch:
     assert os.listdir(directory) == []
 
 
+@pytest.mark.parametrize(
+    ("env", "seconds"),
+    [({}, 15.0), ("0", 0.0), ("60", 60.0), ("-1", 15.0), ("soon", 15.0), ("inf", 15.0)],
+)
+def test_grace_seconds_come_from_the_environment(env: Any, seconds: float) -> None:
+    found = env if isinstance(env, dict) else {graceful_stop.GRACE_VARIABLE: env}
+    assert graceful_stop.grace_seconds(found) == seconds
+
+
 def test_grace_can_be_cancelled_and_must_be_requested(directory: str) -> None:
     assert graceful_stop.grace_asked(directory) == 0.0
     with graceful_stop.asking_for_grace():
@@ -170,6 +179,16 @@ def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
     control.after_step(2, 1, [1], lambda: False)
     with pytest.raises(TrainingInterruptedError, match="in epoch 3 after step 0"):
         control.after_epoch(3)
+
+
+def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: FakeClock) -> None:
+    control, saved = make_control(every_n_steps=1, has_checkpoints=False), []
+    control.after_step(0, 1, [1], lambda: saved.append(1) or True)
+    control._stop.ask()
+    control.after_step(0, 2, [2], lambda: saved.append(1) or True)  # ranks agree in the next step
+    with pytest.raises(TrainingInterruptedError, match="keeps no checkpoints"):
+        control.after_step(0, 3, [3], lambda: saved.append(1) or True)
+    assert not saved
 
 
 @dataclass
