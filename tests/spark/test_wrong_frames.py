@@ -92,6 +92,7 @@ WRONG: dict[str, Wrong] = {
         "df",
         "spark.read",
     ),
+    "evaluate: a stream": (lambda given: given.fitted().evaluate(given.stream), *STREAM),
     "fit: validation rows without a column": (
         lambda given: given.fit(validation=given.frame.drop("x")),
         ColumnError,
@@ -121,6 +122,7 @@ WRONG: dict[str, Wrong] = {
     "fit: no such column": fit(
         "feature_cols", "its columns are x, y", ColumnError, feature_cols=["z"]
     ),
+    "fit: text": fit("feature_cols", "StringIndexer", ColumnError, feature_cols=["text"]),
     "fit: nulls": fit("label_cols", "ill or drop", DataError, label_cols=["holes"]),
     "fit: a function that holds Spark's context": (
         lambda given: given.fit(transformation_fn=context(given)),
@@ -139,6 +141,7 @@ WRONG: dict[str, Wrong] = {
         "label_columns", "has no column", ColumnError, label_columns=["z"]
     ),
     "prepare_data: validation": prepare("validation", "has no column", ColumnError, validation="z"),
+    "transform: no model": transform("model", "Set model", model=None),
     "transform: no such column": transform(
         "feature_columns", "its columns are x, y", ColumnError, feature_columns=["z"]
     ),

@@ -113,6 +113,12 @@ STORES: dict[str, Wrong] = {
     ),
     "no checkpoint": (lambda c: load_checkpoint(c.store, "no"), StoreError, "run", "no checkpoint"),
     "no run_id": (lambda c: load_checkpoint(c.store), ParamError, "run_id", "Set run_id"),
+    "which": (
+        lambda c: load_checkpoint(c.store, "no", which=5),
+        ParamError,
+        "which",
+        "expected 'newest', 'best' or a path",
+    ),
     "no file of a framework": (
         lambda c: load_checkpoint(os.path.join(c.store.get_train_data_path(), "part.parquet")),
         StoreError,

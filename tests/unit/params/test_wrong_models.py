@@ -152,6 +152,7 @@ TORCH = {
         "expected a function of the optimizer, such as",
         lr_scheduler=StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1),
     ),
+    "lr_scheduler: nothing": torch_row("lr_scheduler", "it returned None", lr_scheduler=print),
     "lr_scheduler: fails": torch_row("lr_scheduler", "TypeError.*step_size", lr_scheduler=StepLR),
     "lr_scheduler: another": torch_row(
         "lr_scheduler",
@@ -179,6 +180,12 @@ TORCH = {
         ParamError,
         "mode",
         "Set mode to 'min' or 'max'",
+    ),
+    "early stopping: patience": (
+        lambda calls: TorchEarlyStopping(patience=0),
+        ParamError,
+        "patience",
+        "1 or more epochs",
     ),
     "early stopping: metric": torch_row(
         "monitor of EarlyStopping", "Set one of 'loss'", callbacks=[TorchEarlyStopping("los_loss")]
@@ -241,9 +248,13 @@ KERAS = {
     "too wide": keras_row("feature_cols", "Set columns in the order", ShapeError, model=dense(3)),
     "two labels": keras_row("label_cols", "Set one label", ShapeError, label_cols=["y", "w"]),
     "optimizer": keras_row("optimizer", "expected a Keras optimizer", optimizer="sgdd"),
+    "optimizer: none": keras_row("optimizer", "Set optimizer", optimizer=None),
     "loss: unknown": keras_row("loss", "(?s)msee.*Set label_cols", ShapeError, loss="msee"),
     "loss: none": keras_row("loss", "Set loss", loss=None),
     "loss: no label": keras_row("loss", "The label columns are 'y'", loss={"z": "mse"}),
+    "metrics: unknown": keras_row(
+        *("metrics", "Set names that Keras knows", ShapeError), metrics=["accuracyy"]
+    ),
     "class_weight: labels": keras_row(
         "class_weight", "Set sample_weight_col", class_weight={0: 1.0}, label_cols=["y", "w"]
     ),
@@ -299,6 +310,9 @@ LIGHTNING = {
     "learning_rate": lightning_row("learning_rate", "Give it one", learning_rate=0.1),
     "trainer_args: unknown": lightning_row(
         "trainer_args", "Did you mean 'max_epochs'", trainer_args={"max_epoch": 3}
+    ),
+    "trainer_args: none": lightning_row(
+        "trainer_args", "Set max_epochs to 1", trainer_args={"max_epochs": 0}
     ),
     "trainer_args: devices": lightning_row(
         "trainer_args", "Set num_proc", trainer_args={"devices": 4}

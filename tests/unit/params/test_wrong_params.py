@@ -60,6 +60,7 @@ ALL = {
     "model: none": param(ParamError, "model", "Set model", model=None),
     "unknown": param(ParamError, "epoch", "Did you mean 'epochs'", epoch=3),
     "run_id: a path": param(ParamError, "run_id", "expected letters, digits", run_id="../a"),
+    "run_id: too long": param(ParamError, "run_id", "expected at most 255 bytes", run_id="é" * 128),
     "num_proc: text": whole("num_proc", "2"),
     "num_proc and backend": param(
         ParamError, "num_proc", "Set num_proc on the backend only", num_proc=2, backend=Count(2)
@@ -114,6 +115,12 @@ ALL = {
     "featuresCol: another": param(ParamError, "featuresCol", "Set one of them", featuresCol="v"),
     "label_cols: missing": param(
         ColumnError, "label_cols", "their columns are x, y", label_cols=["z"]
+    ),
+    "feature_cols: missing": param(
+        ColumnError, "feature_cols", "their columns are x, y", feature_cols=["z"]
+    ),
+    "sample_weight_col: missing": param(
+        ColumnError, "sample_weight_col", "their columns are x, y", sample_weight_col="z"
     ),
     "label_cols: text": param(ColumnError, "label_cols", "StringIndexer", label_cols=["text"]),
     "label_cols: nulls": param(DataError, "label_cols", "fill or drop them", label_cols=["holes"]),
