@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ _distributed: Any = torch.distributed
 class RendezvousStore(_distributed.Store):
     """Store over the rendezvous of the job, see ``torch.distributed.Store``.
 
-    It has no ``compare_set`` and ``num_keys``, which no process group uses.
+    It has what process groups use, and not ``compare_set``, ``num_keys`` and the extended API.
 
     Parameters
     ----------
@@ -42,7 +41,7 @@ class RendezvousStore(_distributed.Store):
 
     def get(self, key: str) -> bytes:
         """Return a key's value; wait until the key exists."""
-        return self.multi_get([key])[0]
+        return self._await([key], self._limit)
 
     def add(self, key: str, value: int) -> int:
         """Add to a key's number, which starts at 0, and return the sum."""
@@ -68,23 +67,6 @@ class RendezvousStore(_distributed.Store):
         answer, _ = self._client.request("delete", key=key)
         return bool(answer["existed"])
 
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to a key's value."""
-        self._client.request("append", _as_bytes(value), key=key)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys; wait until all exist."""
-        return self._await(keys, self._limit)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Return True: `append`, `multi_get` and `multi_set` work."""
-        return True
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default time to wait for keys."""
         self._limit = timeout
@@ -97,7 +79,7 @@ class RendezvousStore(_distributed.Store):
     # torch's C++ code calls the method by another name.
     deleteKey = delete_key
 
-    def _await(self, keys: Sequence[str], limit: timedelta) -> list[bytes]:
+    def _await(self, keys: Sequence[str], limit: timedelta) -> bytes:
         deadline = time.monotonic() + limit.total_seconds()
         while True:
             values = self._values(keys, max(deadline - time.monotonic(), 0.0))
@@ -108,13 +90,10 @@ class RendezvousStore(_distributed.Store):
                     f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys)}"
                 )
 
-    def _values(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        """Return the values of keys; None if some do not exist within some seconds."""
+    def _values(self, keys: Sequence[str], seconds: float) -> bytes | None:
+        """Return the values of keys, joined; None if some do not exist within some seconds."""
         answer, values = self._client.request("get", keys=list(keys), seconds=seconds)
-        if answer["status"] != _OK:
-            return None
-        ends = list(itertools.accumulate(answer["lengths"], initial=0))
-        return [values[start:end] for start, end in itertools.pairwise(ends)]
+        return values if answer["status"] == _OK else None
 
 
 def _as_bytes(value: Any) -> bytes:

@@ -40,7 +40,7 @@ NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 _MOST_BODY_BYTES = 16 * 2**20
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
 # Kinds of requests of `RankClient`, and their scope, which Horovod's Gloo does not have.
-_KEYS_KINDS = ("set", "get", "add", "append", "delete")
+_KEYS_KINDS = ("set", "get", "add", "delete")
 _KEYS_SCOPE = "keys"
 # The scope that connects all ranks. Horovod connects it first.
 _GLOBAL_SCOPE = "global_"

@@ -102,7 +102,6 @@ class JobStore:
             "get": self._get,
             "get_parts": self._get_parts,
             "add": self._add,
-            "append": self._append,
             "delete": self._delete,
             "alive": self._alive,
             "failed": self._fail,
@@ -154,11 +153,11 @@ class JobStore:
     def _get(
         self, rank: int, scope: str, keys: Sequence[str], body: bytes, seconds: float = math.inf
     ) -> Answer:
-        """Return the values of all keys, joined, and their lengths, when all exist."""
+        """Return the values of all keys, joined, when all exist."""
         values = self._values(scope, keys, seconds)
         if values is None:
             return {"status": _NOT_FOUND}, b""
-        return {"status": _OK, "lengths": [len(value) for value in values]}, b"".join(values)
+        return {"status": _OK}, b"".join(values)
 
     def _get_parts(self, rank: int, scope: str, key: str, count: int, body: bytes) -> Answer:
         """Return one part of each other member's value, joined: the part for the own key.
@@ -188,9 +187,6 @@ class JobStore:
     def _add(self, rank: int, scope: str, key: str, amount: int, body: bytes) -> Answer:
         total = int(self._keys(scope).get(key, b"0")) + amount
         return self._set(rank, scope, key, str(total).encode())[0], str(total).encode()
-
-    def _append(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        return self._set(rank, scope, key, self._keys(scope).get(key, b"") + body)
 
     def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         existed = self._keys(scope).pop(key, None) is not None
