@@ -28,7 +28,7 @@ from hvd_estimators.lightning.predictor import collated_inputs, forward_inputs
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
-from hvd_estimators.torch.dry_run import check_embeddings, check_one_row, with_any_size
+from hvd_estimators.torch.dry_run import check_one_row, with_any_size
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import dump_module, load_module, module_file
 from hvd_estimators.training.spec import TrainSpec
@@ -125,7 +125,7 @@ class LightningFramework(TorchFramework):
         settings = self.settings
         if isinstance(trial, LightningTrial) and common.data.num_shards > 1:
             check_loss(trial.loss_of_halves)
-        check_embeddings(settings.model, common.data)
+        self.check_ranks(common.data)
         if trial.takes_one_row is False and settings.train_steps_per_epoch is None:
             check_one_row(settings.model, common.data, trial.takes_one_row)
         check_shards_of_module(settings.model, common.data, settings.trainer_args)

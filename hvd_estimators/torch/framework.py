@@ -28,6 +28,7 @@ from hvd_estimators.fitting.framework import (
 )
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import as_store
 from hvd_estimators.torch.checks import (
     STEP_PARAMS,
@@ -262,16 +263,20 @@ class TorchFramework(Framework):
     def min_batch_rows(self, trial: Trial) -> int:
         return 2 if needs_two_rows(self.settings.model, trial.takes_one_row) else 1
 
-    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
-        settings = self.settings
-        own_step = settings.train_minibatch_fn is not None
-        all_rows = settings.train_steps_per_epoch is None
-        if settings.sharding != "none" and common.data.num_ranks == 1:
+    def check_ranks(self, data: DataSpec) -> None:
+        """Check what depends on the number of ranks, as far as Lightning shares it."""
+        if self.settings.sharding != "none" and data.num_ranks == 1:
             logger.warning(
                 "sharding: one process has nothing to share, so sharding and "
                 "activation_checkpointing have no effect."
             )
-        check_embeddings(settings.model, common.data)
+        check_embeddings(self.settings.model, data)
+
+    def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        settings = self.settings
+        own_step = settings.train_minibatch_fn is not None
+        all_rows = settings.train_steps_per_epoch is None
+        self.check_ranks(common.data)
         check_batches(settings.model, common.data, own_step, all_rows, trial.takes_one_row)
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from fewer_ranks import ThreeShards
 from lightning_reference import Regression, fit
 from pytorch_lightning import LightningModule
@@ -203,3 +204,9 @@ def test_what_lightning_cannot_shard_is_named(
     write_rows(Path(store.get_train_data_path()), ROWS)
     with pytest.raises(ParamError, match=message):
         train(store, **{"model": Regression(), **params})
+
+
+def test_sharding_on_one_process_is_a_warning(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write_rows(Path(store.get_train_data_path()), 16)
+    fit(InProcessBackend(), store, sharding="full", batch_size=16)
+    assert "sharding: one process has nothing to share" in caplog.text
