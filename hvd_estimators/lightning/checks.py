@@ -24,6 +24,7 @@ _OF_LIGHTNING = {
     "gradient_clip_value": (
         "trainer_args={'gradient_clip_val': ..., 'gradient_clip_algorithm': 'value'}"
     ),
+    "learning_rate": "the rate in the module's configure_optimizers()",
     "lr_scheduler": "a scheduler in the module's configure_optimizers()",
     "lr_scheduler_interval": "the scheduler's interval in configure_optimizers()",
     "loggers": "logger, to Lightning's own such as its WandbLogger",

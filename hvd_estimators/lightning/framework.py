@@ -30,7 +30,7 @@ from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
 from hvd_estimators.torch.dry_run import check_one_row, with_any_size
 from hvd_estimators.torch.framework import TorchFramework
-from hvd_estimators.torch.serialization import dump_module, load_module, module_file
+from hvd_estimators.torch.serialization import module_file
 from hvd_estimators.training.spec import TrainSpec
 
 _OF_A_PART = frozenset(
@@ -115,10 +115,9 @@ class LightningFramework(TorchFramework):
         arguments = {k: v for k, v in settings.trainer_args.items() if k not in _OF_A_PART}
         identity["trainer_args"] = named(arguments)
         identity["hparams"] = named(dict(module.hparams))
-        if settings.learning_rate is None:
-            # Lightning's tuner sets these attributes.
-            rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
-            identity["rates"] = named(rates)
+        # As Lightning's tuner sets them.
+        rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
+        identity["rates"] = named(rates)
         return identity
 
     def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
@@ -160,7 +159,7 @@ class LightningFramework(TorchFramework):
             **vars(common),
             weighs_by_batch=by_lightning or any(schedules),
             flavor=settings.flavor,
-            module=module_file(with_learning_rate(settings.model, settings.learning_rate)),
+            module=module_file(settings.model),
             collectives=self.collectives,
             objects=cloudpickle.dumps(objects),
             sharding=settings.sharding_options,
@@ -171,27 +170,6 @@ class LightningFramework(TorchFramework):
                 **{name: settings.get(name) for name in _USERS_DATA_PARAMS},
             },
         )
-
-
-def with_learning_rate(module: Any, rate: float | None) -> Any:
-    """Return a module, or a copy with the learning rate set as Lightning's tuner sets it."""
-    if rate is None:
-        return module
-    module = load_module(dump_module(module))
-    is_set = False
-    for name in ("learning_rate", "lr"):
-        if hasattr(module, name):
-            setattr(module, name, rate)
-            is_set = True
-        if name in module.hparams:
-            module.hparams[name] = rate
-            is_set = True
-    if is_set:
-        return module
-    raise ParamError(
-        "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
-        "hparams. Give it one, which configure_optimizers() uses."
-    )
 
 
 def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:

@@ -102,8 +102,8 @@ _FOR_TRIALS = {
 }
 """Arguments of a Trainer that only checks other arguments."""
 
-_FINDERS = {"LearningRateFinder": "learning_rate", "BatchSizeFinder": "batch_size"}
-"""Callbacks that search for the value of a param before training."""
+_FINDERS = {"LearningRateFinder": "the optimizer's rate", "BatchSizeFinder": "batch_size"}
+"""Callbacks that search for a value before training."""
 
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 

@@ -99,8 +99,7 @@ class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
     )
     learning_rate = param(
         "Learning rate of one rank. It replaces the optimizer's rate in all parameter groups. A "
-        "LightningModule must have it as learning_rate or lr, as an attribute or in hparams, as "
-        "for Lightning's tuner.",
+        "LightningModule has its rate in configure_optimizers().",
         convert=number(0),
     )
     scale_learning_rate = param(

@@ -120,7 +120,8 @@ def test_a_step_is_tried_in_the_precision_of_the_trainer(precision: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("finder", "param"), [(LearningRateFinder, "learning_rate"), (BatchSizeFinder, "batch_size")]
+    ("finder", "param"),
+    [(LearningRateFinder, "the optimizer's rate"), (BatchSizeFinder, "batch_size")],
 )
 def test_callbacks_that_search_for_a_value_are_rejected(finder: Any, param: str) -> None:
     with pytest.raises(ParamError, match=rf"^callbacks: .*{finder.__name__}.* set {param}\."):

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import pytorch_lightning
 import torch
 from pyspark.ml.tuning import ParamGridBuilder
 
@@ -19,7 +18,6 @@ from hvd_estimators.fitting.checks import check_one_vs_rest
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.lightning.framework import with_learning_rate
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import module_file
@@ -104,23 +102,6 @@ def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
     scheduled = keras.optimizers.Adam(schedule)
     with pytest.raises(ParamError, match="learning_rate: Adam does not let it be set"):
         compile_settings(**params, optimizer=scheduled, learning_rate=0.5)
-
-
-class WithRate(pytorch_lightning.LightningModule):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_learning_rate_is_set_where_lightnings_tuner_sets_it() -> None:
-    module = WithRate()
-
-    made = with_learning_rate(module, 0.5)
-
-    assert made.hparams["lr"] == 0.5
-    assert module.hparams["lr"] == 0.1
-    with pytest.raises(ParamError, match="learning_rate: the LightningModule has neither"):
-        with_learning_rate(pytorch_lightning.LightningModule(), 0.5)
 
 
 @pytest.mark.parametrize("cls", [TorchEstimator, KerasEstimator, LightningEstimator])

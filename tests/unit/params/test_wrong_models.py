@@ -307,7 +307,9 @@ LIGHTNING = {
     "a lock": lightning_row("model", "that cannot be sent", model=locked()),
     "loss": lightning_row("loss", "Leave loss out", loss=torch.nn.functional.mse_loss),
     "optimizer": lightning_row("optimizer", "Leave optimizer out", optimizer=other_optimizer()),
-    "learning_rate": lightning_row("learning_rate", "Give it one", learning_rate=0.1),
+    "learning_rate": lightning_row(
+        "learning_rate", r"the rate in the module's configure_optimizers\(\)", learning_rate=0.1
+    ),
     "trainer_args: unknown": lightning_row(
         "trainer_args", "Did you mean 'max_epochs'", trainer_args={"max_epoch": 3}
     ),
