@@ -23,7 +23,6 @@ from hvd_estimators.lightning.dry_run import (
     try_step,
 )
 from hvd_estimators.lightning.loaders import BatchForm
-from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.predictor import collated_inputs, forward_inputs
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer import train
@@ -41,8 +40,6 @@ _OF_A_PART = frozenset(
     }
 )
 """Trainer arguments that may differ when a run is resumed."""
-
-_ACCUMULATION_CALLBACK = "callbacks.GradientAccumulationScheduler"
 
 _USERS_DATA_PARAMS = (
     *("transformation_edit_fields", "transformation_removed_fields", "debug_data_loader"),
@@ -138,7 +135,6 @@ class LightningFramework(TorchFramework):
                 "compute equally often. Set num_proc to a divisor."
             )
         trainer_args = settings.trainer_args
-        by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
         common = replace(
             common,
             callbacks=(),
@@ -154,10 +150,8 @@ class LightningFramework(TorchFramework):
             profiler=trainer_args.pop("profiler", settings.profiler),
             arguments=trainer_args,
         )
-        schedules = (is_lightning(c, _ACCUMULATION_CALLBACK) for c in objects.callbacks)
         return LightningTrainSpec(
             **vars(common),
-            weighs_by_batch=by_lightning or any(schedules),
             flavor=settings.flavor,
             module=module_file(settings.model),
             collectives=self.collectives,

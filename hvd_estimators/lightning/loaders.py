@@ -191,9 +191,6 @@ class TrainLoader(_Loader):
         Returns the number of batches after which the Trainer ends an epoch.
     done : int
         Batches of the first epoch that an earlier launch trained on; the loader skips them.
-    by_batch : bool
-        Whether the global batches of a step weigh equally, each as one of ``passes_per_step``, as
-        in Lightning. Otherwise, all rows of a step weigh equally.
 
     Attributes
     ----------
@@ -211,14 +208,12 @@ class TrainLoader(_Loader):
         passes_per_step: Callable[[], int],
         shards: ShardStates,
         done: int = 0,
-        by_batch: bool = False,
         limit: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(form, steps)
         self._limit = limit
         self.passes, self.step_rows = 1, 1.0
         self._micro_batches: Sequence[TensorBatch] = ()
-        self._by_batch = by_batch
         self._done = done
         self._position = done
         self._batches = batches
@@ -232,10 +227,10 @@ class TrainLoader(_Loader):
             self._next_window(1)
         end = self._steps if self._limit is None else min(self._steps, int(self._limit()))
         while index < end:
-            window = self._next_window(min(self._passes_per_window(), end - index))
+            window = self._next_window(min(self._passes_per_step(), end - index))
             index += len(window)
             # Lightning divides each loss by the number of passes.
-            self.passes = self._passes_per_window()
+            self.passes = self._passes_per_step()
             for self._micro_batches in window:
                 yield self.enter(0)
 
@@ -251,10 +246,6 @@ class TrainLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Accept the return value of `state_dict`."""
-
-    def _passes_per_window(self) -> int:
-        """Return the number of batches among which rows weigh equally."""
-        return 1 if self._by_batch else self._passes_per_step()
 
     def _next_window(self, count: int) -> _Window:
         parts, own = self._shards.passes, len(self._shards.shards)

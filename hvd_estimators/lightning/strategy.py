@@ -116,8 +116,6 @@ class HorovodStrategy(DDPStrategy):
     """
 
     strategy_name = "horovod"
-    # Whether accumulated batches weigh equally, as in Lightning, and not by their denominators.
-    weighs_by_batch = True
     # Whether all ranks run the current step.
     _communicates = True
     # How the ranks share the parameters, if they do.
@@ -242,7 +240,7 @@ class HorovodStrategy(DDPStrategy):
 
     @property
     def _is_last_part(self) -> bool:
-        """True if the current batch is of the last of the rank's shards."""
+        """True if the current batch ends a step's sum of weights; here batches weigh the same."""
         return True
 
     @property
@@ -252,13 +250,7 @@ class HorovodStrategy(DDPStrategy):
         return self._averager.weights
 
     def _start_weights(self, weights: StepWeights) -> None:
-        assert self.lightning_module is not None
-        by_itself = self.weighs_by_batch or not self.lightning_module.automatic_optimization
-        weights.start(
-            *self._batch_rows,
-            ranks=self.world_size,
-            is_last=by_itself or (not self._blocked and self._is_last_part),
-        )
+        weights.start(*self._batch_rows, ranks=self.world_size, is_last=self._is_last_part)
 
     @property
     def _batch_rows(self) -> tuple[int, float, int]:
@@ -414,8 +406,6 @@ class WeightedStrategy(HorovodStrategy):
         The canonical shards, of which the rank runs one or several.
     buffers : BufferReducer
         Reduces the module's buffers.
-    by_batch : bool
-        See `TrainLoader`.
     batches_between_stops : int
         See `agree_on_stopping`.
     sharding : ShardingOptions or None
@@ -436,7 +426,6 @@ class WeightedStrategy(HorovodStrategy):
         *,
         shards: ShardStates,
         buffers: BufferReducer,
-        by_batch: bool = False,
         batches_between_stops: int = 1,
         sharding: ShardingOptions | None = None,
         **kwargs: Any,
@@ -444,7 +433,6 @@ class WeightedStrategy(HorovodStrategy):
         super().__init__(**kwargs)
         self._sharding = sharding
         self.keeps_parts = False
-        self.weighs_by_batch = by_batch
         self.outputs: list[tuple[Any, int]] = []
         # Rows of this rank in the running epoch, of validation and of training.
         self._rows = {False: 0, True: 0}
@@ -580,13 +568,6 @@ class WeightedStrategy(HorovodStrategy):
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._counted(self._train):
             output = super().training_step(*args, **kwargs)
-        if self._stated is not None and self.weighs_by_batch and self._shards.passes > 1:
-            raise ParamError(
-                "trainer_args: with accumulate_grad_batches, or GradientAccumulationScheduler, a "
-                "loss that returns its denominator needs as many processes as the run began with: "
-                f"{self._shards.num_shards}. Set num_proc to it, or set backward_passes_per_step "
-                "instead and another run_id."
-            )
         rows = 1 if self._train is None else self._train.rows
         named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
         self.outputs.append((named, rows))
@@ -601,7 +582,10 @@ class WeightedStrategy(HorovodStrategy):
 
     @property
     def _is_last_part(self) -> bool:
-        return len(self.outputs) + 1 >= len(self._shards.shards)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return True  # the module calls optimizers when it likes
+        return not self._blocked and len(self.outputs) + 1 >= len(self._shards.shards)
 
     def _step_on(self, index: int) -> torch.Tensor:
         """Run the training step on the batch of another shard, and return its loss."""

@@ -129,7 +129,6 @@ class _Trainer:
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
             buffers=self.buffers,
-            by_batch=spec.weighs_by_batch,
             batches_between_stops=self._batches_between_stops,
             sharding=self.sharding,
         )
@@ -234,7 +233,6 @@ class _Trainer:
             self._passes_per_step,
             self.shards,
             done=spec.data.batches_before(done, rows),
-            by_batch=spec.weighs_by_batch,
             limit=lambda: self.trainer.num_training_batches,
         )
         validation = None

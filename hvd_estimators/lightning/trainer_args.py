@@ -64,9 +64,6 @@ class LightningTrainSpec(TrainSpec):
         Extra keyword arguments for the user's LightningDataModule.
     sharding : ShardingOptions
         Whether and how the ranks share the parameters.
-    weighs_by_batch : bool
-        Whether Lightning's own settings accumulate gradients: the batches of a step then weigh
-        equally, also in a step that the end of an epoch cuts.
     """
 
     flavor: Flavor
@@ -77,7 +74,6 @@ class LightningTrainSpec(TrainSpec):
     log_every_n_steps: int
     users_data: Mapping[str, Any]
     sharding: ShardingOptions
-    weighs_by_batch: bool = False
 
 
 _SET_BY_ESTIMATOR = {

@@ -16,7 +16,12 @@ from fewer_ranks import FourShards
 from lightning_reference import Regression, fit
 from parquet_files import write_columns
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from rank_pool import shared_ranks
 from reference import (
     OPTIMIZERS,
@@ -116,7 +121,7 @@ class Manual(Weighted):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("accumulated", ["rows", "batches", "by itself"])
+@pytest.mark.parametrize("accumulated", ["by a param", "by the Trainer", "by itself"])
 def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
     backend: Any, store: Any, accumulated: str
 ) -> None:
@@ -128,34 +133,29 @@ def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
     expected: Any = Weighted()
     if accumulated == "by itself":
         params["model"], expected = Manual(), Manual(alone=True)
-    alone: dict[str, Any] = {}
-    if accumulated == "rows":
-        params["backward_passes_per_step"] = 2
+    else:
         batches = [np.concatenate(batches[first : first + 2]) for first in (0, 2, 4)]
-    elif accumulated == "batches":
-        params["trainer_args"] = alone = {"accumulate_grad_batches": 2}
+    if accumulated == "by a param":
+        params["backward_passes_per_step"] = 2
+    elif accumulated == "by the Trainer":
+        params["trainer_args"] = {"accumulate_grad_batches": 2}
     model = fit(backend, store, batch_size=14, epochs=2, **params)
-    train_in_lightning(expected, columns, batches, **alone)
+    train_in_lightning(expected, columns, batches)
     assert_same_weights(model.getModel().net, expected.net)
 
 
-@pytest.mark.parametrize("accumulated", ["rows", "batches"])
-def test_a_limited_epoch_ends_with_a_full_step(backend: Any, store: Any, accumulated: str) -> None:
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_limited_epoch_ends_with_a_full_step(
+    backend: Any, store: Any, is_scheduled: bool
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 130)
     batches = global_batches(130, 2, 10)[:5]
-    arguments: dict[str, Any] = {"limit_train_batches": 5}
     params: dict[str, Any] = {"backward_passes_per_step": 3}
-    if accumulated == "batches":
-        arguments["accumulate_grad_batches"], params = 3, {}
-    module = Regression("momentum")
-    params |= {"model": module, "trainer_args": arguments}
+    if is_scheduled:
+        params = {"callbacks": [GradientAccumulationScheduler({0: 3})]}
+    params |= {"model": Regression("momentum"), "trainer_args": {"limit_train_batches": 5}}
     model = fit(backend, store, batch_size=10, epochs=2, **params)
-    if accumulated == "batches":
-        expected: Any = Regression("momentum")
-        train_in_lightning(expected, columns, batches, accumulate_grad_batches=3)
-        expected = expected.net
-    else:
-        expected = train_alone(columns, batches, OPTIMIZERS["momentum"], epochs=2, passes=3)
+    expected = train_alone(columns, batches, OPTIMIZERS["momentum"], epochs=2, passes=3)
     assert_same_weights(model.getModel().net, expected)
 
 
@@ -317,18 +317,18 @@ class Warming(Regression):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "arguments"),
+    ("ranks", "kind", "rows", "arguments"),
     [
-        (2, Regression, {}),
-        (3, Warming, {"accumulate_grad_batches": 2, "limit_train_batches": 3}),
-        (2, Fullbatch, {"val_check_interval": 2}),
+        (2, Regression, 138, {}),
+        (3, Warming, 160, {"accumulate_grad_batches": 2}),
+        (2, Fullbatch, 138, {"val_check_interval": 2}),
     ],
     ids=["average", "schedule", "closure"],
 )
 def test_fewer_ranks_run_the_hooks_of_each_batch_once(
-    store: Any, ranks: int, kind: Any, arguments: dict[str, Any]
+    store: Any, ranks: int, kind: Any, rows: int, arguments: dict[str, Any]
 ) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 138)
+    columns = write_rows(Path(store.get_train_data_path()), rows)
     callbacks = [Averaged(), EMAWeightAveraging(decay=0.5)]
     params = {"batch_size": 10, "epochs": 2, "validation": 0.5, "trainer_args": arguments}
     write_rows(Path(store.get_val_data_path()), 10)
@@ -336,7 +336,7 @@ def test_fewer_ranks_run_the_hooks_of_each_batch_once(
     model = fit(backend, store, FourShardsEstimator, model=kind(), callbacks=callbacks, **params)
     expected = kind()
     callbacks = [Averaged(), EMAWeightAveraging(decay=0.5)]
-    batches = global_batches(138, 4, 10)
+    batches = global_batches(rows, 4, 10)
     arguments.pop("val_check_interval", None)
     trainer = train_in_lightning(expected, columns, batches, callbacks=callbacks, **arguments)
     history = model.getHistory()[-1]["train"]
