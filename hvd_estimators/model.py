@@ -327,13 +327,6 @@ class HorovodModel(Model, ModelSignatures, Saved):
     def _output_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of one row of each output."""
 
-    def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
-        """Return the shape of one row of each output for a DataFrame, or for any input if None.
-
-        Models whose output shapes depend on their input override this hook.
-        """
-        return self._output_shapes()
-
     def as_udf(self, name: str | None = None) -> UserDefinedFunctionLike:
         """Return a UDF that predicts, for column expressions and, if it has a name, for SQL.
 
@@ -505,7 +498,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
 
     def _inference(self, dataset: DataFrame | None) -> BatchPredictor:
         """Return the predictor for batches of a DataFrame, or of any input if it is None."""
-        shapes, outputs = self._output_shapes_on(dataset), self.getOutputCols()
+        shapes, outputs = self._output_shapes(), self.getOutputCols()
         if len(shapes) != len(outputs):
             raise ParamError(
                 f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "

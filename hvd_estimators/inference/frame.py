@@ -20,103 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.data.arrays import Array
-from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.prepare.schema import (
     columns_alike,
     fields_by_name,
     quoted,
-    stored_column,
-    vector_width,
 )
-
-_ROWS = 2
-"""Number of rows of zeros; two rows show which dimension counts the rows."""
-
-
-def rows_of_zeros(
-    columns: Sequence[str], shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str]
-) -> dict[str, Array] | None:
-    """Return two rows of zeros in the form in which a UDF receives rows.
-
-    Parameters
-    ----------
-    columns : sequence of str
-        The columns.
-    shapes : mapping
-        Column to the shape of a row, if known.
-    dtypes : mapping
-        Column to the name of its NumPy type; "object" for text, which has no zeros.
-
-    Returns
-    -------
-    dict of str to array, or None
-        None if the shape or type of a column is unknown, or if a column is text.
-    """
-    zeros = {}
-    for name in columns:
-        if name not in shapes or dtypes.get(name, "object") == "object":
-            return None
-        zeros[name] = np.zeros((_ROWS, *shapes[name]), dtypes[name])
-    return zeros
-
-
-def known_shapes(
-    columns: Sequence[str],
-    metadata: Mapping[str, Mapping[str, Any]],
-    edited: Sequence[EditedField] = (),
-    dataset: DataFrame | None = None,
-    allow_text: bool = False,
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the shapes and types of columns that are known without running a job.
-
-    Parameters
-    ----------
-    columns : sequence of str
-        The columns.
-    metadata : mapping
-        Metadata from training, see `column_metadata`.
-    edited : sequence of EditedField
-        Fields that a transformation changed, if the columns are transformed already.
-    dataset : DataFrame, optional
-        The DataFrame to predict on.
-    allow_text : bool
-        Whether columns may be text.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    for name in columns:
-        # Models of horovod.spark have less metadata.
-        entry = metadata.get(name, {})
-        if isinstance(entry.get("shape"), (list, tuple)) and None not in entry["shape"]:
-            shapes[name] = tuple(entry["shape"])
-        if "dtype" in entry:
-            dtypes[name] = entry["dtype"]
-    for field in edited:
-        if field.name in columns:
-            shapes.pop(field.name, None)
-            dtypes[field.name] = field.dtype
-            if field.shape is not None and None not in field.shape:
-                shapes[field.name] = tuple(size for size in field.shape if size is not None)
-    fields = {} if dataset is None else fields_by_name(dataset)
-    for name in columns if dataset is not None else ():
-        spec = stored_column(fields[name], allow_text=allow_text).spec
-        dtypes[name] = spec.dtype
-        # The DataFrame's type may be more specific than the training's, or differ from it.
-        width = vector_width(fields[name])
-        if not spec.shape:
-            shapes[name] = ()
-        elif spec.kind == "vector" and width:
-            shapes[name] = (width,)
-        elif len(shapes.get(name, ())) != len(spec.shape):
-            shapes.pop(name, None)
-    return shapes, dtypes
 
 
 def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:

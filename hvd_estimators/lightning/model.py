@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.data.arrays import Array
-from hvd_estimators.data.rows import ROWS, GivenRows
-from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.batch import DEFAULT_RESOURCES, BatchPredictor, Predictor, Resources
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
-from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
 from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.predictor import (
     LightningPredictor,
@@ -29,15 +24,14 @@ from hvd_estimators.lightning.predictor import (
     floating_dtype,
     forward_inputs,
 )
-from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.params import boolean, param
-from hvd_estimators.prepare.schema import fields_by_name, quoted
+from hvd_estimators.prepare.schema import quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
-from hvd_estimators.torch.serialization import module_payload
+from hvd_estimators.torch.serialization import copied, module_payload
 from hvd_estimators.torch.stored_weights import weights_place
-from hvd_estimators.torch.tensors import call_with_leading
+from hvd_estimators.torch.tensors import call_with_leading, require_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -89,30 +83,36 @@ class LightningModel(LightningModelSignatures):
 
         return predict
 
-    def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
-        if self.getOrDefault("model") is None:
-            raise ParamError("model is not set. Set model.")
-        shapes = self.getOrDefault("output_shapes")
+    def _output_shapes(self) -> list[tuple[int, ...]]:
         # fit() stores the output shapes of forward(), which predict_step may change.
-        if shapes is not None and not self.getOrDefault("use_predict_step"):
-            return self._output_shapes()
-        applied = self._plain_batch_predictor(dataset)
-        document, load = self._make_predictor()
-        tried = None
-        if applied.collate is None:
-            tried = self._try_on_zeros(dataset, applied, document, load)
-        if tried is not None:
-            return tried
-        if dataset is not None and not dataset.isStreaming:
-            return self._try_on_first_row(dataset, applied, document, load)
-        if shapes is not None:
-            return self._output_shapes()
-        raise ParamError(
-            "output_shapes is not known for a model that was not fitted, or that predicts by its "
-            "predict_step, and the shapes of its inputs are not known either. A stream or a UDF "
-            "has no row that could show it. Set output_shapes (the shape of one row of each "
-            "output), or input_shapes."
-        )
+        by_step = self.getOrDefault("use_predict_step")
+        is_known = self.getOrDefault("output_shapes") is not None and not by_step
+        tried = None if is_known else self._tried_shapes()
+        return super()._output_shapes() if tried is None else tried
+
+    def _tried_shapes(self) -> list[tuple[int, ...]] | None:
+        """Return the output shapes for rows of zeros; None if the module cannot be tried on them.
+
+        Only shapes are computed of a module whose weights are in files.
+        """
+        names, shapes = self._input_columns().names, self.getOrDefault("input_shapes")
+        transformations = ("transformation_fn", "transformation_batch_fn")
+        if all(self.getOrDefault(name) is None for name in transformations):
+            shapes = shapes or self._trained_shapes(names)
+        if shapes is None or self._collate() is not None or any(-1 in s[1:] for s in shapes):
+            return None
+        try:
+            given = self._plain_model()
+            device = torch.device("meta" if any(p.is_meta for p in given.parameters()) else "cpu")
+            module = copied(given).to(device).eval()
+            inputs = [*self._zeros(module, names, shapes, device).values()]
+            with torch_traceless():
+                raw = self._exported_call(names)(module, inputs)
+            outputs = require_tensors(self._transform_spec().select(raw), raw)
+        except Exception as error:
+            logger.info("The model cannot be tried on rows of zeros (%s).", error)
+            return None
+        return [tuple(output.shape[1:]) for output in outputs]
 
     def _exported_call(self, names: Sequence[str]) -> Call:
         if not self.getOrDefault("use_predict_step"):
@@ -180,74 +180,5 @@ class LightningModel(LightningModelSignatures):
             "pyspark.ml.evaluation."
         )
 
-    def _try_on_zeros(
-        self,
-        dataset: DataFrame | None,
-        applied: BatchPredictor,
-        document: bytes | LocalFile,
-        load: Callable[[Payload], Predictor],
-    ) -> list[tuple[int, ...]] | None:
-        """Return the output shapes for rows of zeros; None if the model rejects such rows."""
-        metadata: dict[str, Any] = self._get_metadata() or {}
-        edited: tuple[EditedField, ...] = ()
-        transformation = self._make_transformation(applied.features.columns, self._text_features())
-        if applied.transformation is None and transformation is not None:
-            # The columns are in the form that the transformation returns, not as training read
-            # them.
-            metadata, edited = {}, transformation.edited
-        shapes, dtypes = known_shapes(
-            applied.columns, metadata, edited, dataset, allow_text=self._takes_text()
-        )
-        if transformation is None:
-            for name, shape in zip(
-                applied.features.names, self.getOrDefault("input_shapes") or (), strict=False
-            ):
-                if shapes.get(name) != () and -1 not in shape[1:]:
-                    shapes[name] = (math.prod(shape[1:]),)
-        zeros = rows_of_zeros(applied.columns, shapes, dtypes)
-        if zeros is None:
-            return None
-        try:
-            with torch_traceless():
-                outputs = applied.predict(load(document), zeros)
-        except Exception as error:
-            logger.info("The model cannot be tried on rows of zeros (%s).", error)
-            return None
-        return [tuple(output.shape[1:]) for output in outputs]
-
-    def _try_on_first_row(
-        self,
-        dataset: DataFrame,
-        applied: BatchPredictor,
-        document: bytes | LocalFile,
-        load: Callable[[Payload], Predictor],
-    ) -> list[tuple[int, ...]]:
-        """Return the output shapes for the first row; this computes that row."""
-        fields = fields_by_name(dataset)
-        columns = [self._feature_column(fields[name]).alias(name) for name in applied.columns]
-        usable = without_nulls(dataset, applied.columns)
-        first = usable.select(*columns).limit(1).collect()
-        if not first:
-            raise DataError(
-                "output_shapes is not known, and no row without nulls can show it. Set "
-                "output_shapes: the shape of one row of each output."
-            )
-        arrays: dict[str, Any]
-        if applied.collate is not None:
-            arrays = {ROWS: GivenRows([first[0].asDict()], {})}
-        else:
-            values = pd.Series(list(first[0]), dtype=object)
-            arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}
-        return [tuple(output.shape[1:]) for output in applied.predict(load(document), arrays)]
-
 
 TorchModel = LightningModel
-
-
-def _single(value: Any) -> Array:
-    """Return a value as a column of one row."""
-    if isinstance(value, (str, bytes, bytearray)):
-        column = np.empty(1, dtype=object)
-        column[0] = value
-        return column
-    return np.asarray(value)[None]

@@ -204,5 +204,6 @@ def test_integers_stay_integers_and_floats_get_the_parameters_type(spark: Any) -
             return self.table(index).sum(dim=1) * x
 
     frame = spark.createDataFrame([(1, 2.0), (3, 0.5)], ["index", "x"])
-    model = LightningModel(model=Lookup(), feature_columns=["index", "x"], outputCols=["o"])
+    given = {"feature_columns": ["index", "x"], "outputCols": ["o"], "output_shapes": [[]]}
+    model = LightningModel(model=Lookup(), **given)
     assert [row["o"] for row in model.transform(frame).select("o").collect()] == [10.0, 6.5]

@@ -133,7 +133,7 @@ def test_stateful_queries_work_and_no_job_infers_shapes(
     stream = read(spark, source).withColumn("at", F.timestamp_seconds(F.col("id") + 1))
     words = spark.range(FILES * ROWS).withColumnRenamed("id", "other")
     before = set(jobs.getJobIdsForGroup(None))
-    model = LightningModel(model=Stepping(), **COMMON)
+    model = LightningModel(model=Stepping(), input_shapes=[[-1, 2]], **COMMON)
     predicted = model.transform(stream.withWatermark("at", "1 second"))
     assert set(jobs.getJobIdsForGroup(None)) == before
     joined = predicted.join(words, F.col("id") == F.col("other")).dropDuplicates(["id", "at"])
@@ -144,7 +144,7 @@ def test_stateful_queries_work_and_no_job_infers_shapes(
 
 def test_transform_works_on_micro_batches(spark: Any, source: str, tmp_path: Path) -> None:
     found: dict[int, float] = {}
-    model = LightningModel(model=Lookup(width=300_000), **COMMON)
+    model = LightningModel(model=Lookup(width=300_000), input_shapes=[[-1, 2]], **COMMON)
     before = broadcast_files(spark)
     sent: set[Path] = set()
 
@@ -165,6 +165,6 @@ def test_transform_works_on_micro_batches(spark: Any, source: str, tmp_path: Pat
 def test_unknown_shapes_must_be_set_on_streams(spark: Any, source: str) -> None:
     stream = spark.readStream.schema("id long, x array<double>").parquet(source)
     model = LightningModel(model=Stepping(), feature_columns=["x"], label_columns=["y"])
-    with pytest.raises(ParamError, match="A stream or a UDF has no row"):
+    with pytest.raises(ParamError, match="Set output_shapes"):
         model.transform(stream)
     assert model.setOutputShapes([[2]]).transform(stream).isStreaming
