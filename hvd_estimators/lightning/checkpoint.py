@@ -425,11 +425,11 @@ def repeat_epoch_start(trainer: Trainer) -> None:
         hooks.append(module.on_train_epoch_start)
     if not hooks:
         return
-    weights = snapshot({**dict(module.named_buffers()), **module.state_dict()})
-    trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
-    options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
-    schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
-    states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    stateful: list[Any] = [module, *trainer.optimizers, *schedulers, *callbacks]
+    states = [snapshot(each.state_dict()) for each in stateful]
+    buffers, trained = BufferState(module), [(p, p.requires_grad) for p in module.parameters()]
+    values = buffers.capture()
     # Hooks can only log under this name.
     with patch_attribute(module, "_current_fx_name", name):
         for hook in hooks:
@@ -437,21 +437,12 @@ def repeat_epoch_start(trainer: Trainer) -> None:
                 hook()
             except Exception as error:  # such as a parameter group that the checkpoint has added
                 logger.warning("%s() failed in a resumed epoch, and is left out: %s", name, error)
-    module.load_state_dict({n: v for n, v in weights.items() if n in module.state_dict()})
-    with torch.no_grad():
-        for buffer_name, buffer in module.named_buffers():
-            if buffer_name in weights:
-                buffer.copy_(weights[buffer_name])
-    for parameter, requires_grad in trained.items():
-        parameter.requires_grad_(requires_grad)
-    for optimizer, groups in zip(trainer.optimizers, options, strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=False):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-    for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-        config.scheduler.load_state_dict(state)
-    for callback, state in zip(callbacks, states, strict=True):
+    for each, state in zip(stateful, states, strict=True):
         if state:
-            callback.load_state_dict(state)
+            each.load_state_dict(state)
+    buffers.restore(values)
+    for parameter, requires_grad in trained:
+        parameter.requires_grad_(requires_grad)
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:

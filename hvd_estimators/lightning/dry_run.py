@@ -121,8 +121,6 @@ def try_step(
     module: LightningModule,
     rows: int,
     batch_of: Callable[[slice], Any],
-    feature_cols: Sequence[str] = (),
-    label_cols: Sequence[str] = (),
     trainer_args: Mapping[str, Any] | None = None,
 ) -> LightningTrial:
     """Run training steps on a copy with a few rows, if the step needs no Trainer.
@@ -135,8 +133,6 @@ def try_step(
         Number of rows.
     batch_of : callable
         Returns the batch of some of the rows.
-    feature_cols, label_cols : sequence of str
-        The columns, for messages.
     trainer_args : mapping, optional
         The user's Trainer arguments, whose precision the step has.
 
@@ -180,7 +176,10 @@ def try_step(
             "as {'label': 'int64'}) if it expects other dtypes."
         )
         if isinstance(batch, dict):
-            advice = f"{advice} {_unpacking(feature_cols, label_cols)}"
+            advice += (
+                " The batch is a dict of column name to tensor, and no tuple: x, y = "
+                "batch['features'], batch['label']"
+            )
         raise ShapeError(
             f"The module's training_step failed on a batch of {_described(batch)} with "
             f"{type(error).__name__}: {error}. {reason or advice}"
@@ -213,17 +212,6 @@ def _named(batch: Any) -> dict[str, torch.Tensor]:
 
 def _described(batch: Any) -> str:
     return described(_named(batch)) or type(batch).__name__
-
-
-def _unpacking(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
-    """Return a hint with the code that reads a batch."""
-    features, labels = (
-        ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
-    )
-    x = f"({features})" if len(feature_cols) > 1 else features
-    y = f"({labels})" if len(label_cols) > 1 else labels
-    line = f"x, y = {x}, {y}" if labels else f"x = {x}"
-    return f"The batch is a dict of column name to tensor, and no tuple: {line}"
 
 
 def row_shapes(

@@ -80,10 +80,7 @@ class LightningFramework(TorchFramework):
                 "columns have."
             ) from error
         features = list(settings.inputs.names)
-        trial = try_step(
-            *(module, num_rows(columns), batch_of),
-            *(features, settings.label_cols, settings.trainer_args),
-        )
+        trial = try_step(module, num_rows(columns), batch_of, settings.trainer_args)
         shapes: Sequence[tuple[int | None, ...]] | None = None
         if settings.collate is not None:
             spec = settings.tensor_spec
