@@ -106,12 +106,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     The callback sums the states of metrics (sums and counts) over the ranks and computes the
     results from the totals. The results are therefore exact for any numbers of rows per rank.
 
-    Some states cannot be summed, such as a maximum. Such a metric needs one of the following:
-
-    - A method ``merge_state(metrics)``, which merges the variables of the same metric on the other
-      ranks.
-    - Variables that declare their reduction: ``add_variable(aggregation="mean")``, or
-      ``"only_first_replica"`` for rank 0's value.
+    Variables that are no sums declare their reduction: ``add_variable(aggregation="mean")``, or
+    ``"only_first_replica"`` for rank 0's value.
 
     Other entries of the logs (from the user's own ``train_step``) are averaged over the ranks.
     Place this callback before callbacks that read the logs.

@@ -25,7 +25,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import on_tensorflow, traced
 from hvd_estimators.keras.collectives import exchange
 from hvd_estimators.keras.metrics import (
-    MetricStates,
     capture_metrics,
     merge_captured,
     scalars,
@@ -79,7 +78,7 @@ class PartialEpoch:
 
     def build(self, batch: Any) -> None:
         """Create the variables of the metrics, given a batch."""
-        build_metrics(self._model, batch, _count(self._state.parts["partial"]["metrics"][0]))
+        build_metrics(self._model, batch, len(self._state.parts["partial"]["metrics"][0]))
 
     def restore(self) -> tuple[list[bytes], Mapping[int, Any], bool]:
         """Restore the variables, random streams and metrics, after the epoch has started.
@@ -144,14 +143,14 @@ def build_metrics(model: keras.Model, batch: Any, count: int | None = None) -> N
 
 
 def _restore_metrics(
-    model: keras.Model, of_ranks: Sequence[MetricStates], rank: int, size: int
+    model: keras.Model, of_ranks: Sequence[Sequence[Array]], rank: int, size: int
 ) -> None:
     """Restore the states of the ranks' metrics, also for another number of ranks.
 
     With fewer ranks than before, each rank merges the states of several. With more ranks, some
     start without a state.
     """
-    expected, found = _count(of_ranks[0]), len(model.metrics_variables)
+    expected, found = len(of_ranks[0]), len(model.metrics_variables)
     if expected != found:
         logger.warning(
             "metrics: what was measured in the epoch before it was interrupted is left out, since "
@@ -160,10 +159,6 @@ def _restore_metrics(
         )
     elif own := of_ranks[rank::size]:
         merge_captured(model, own)
-
-
-def _count(states: MetricStates) -> int:
-    return sum(map(len, (states[0], *states[1])))
 
 
 def unequal_variables(micro_batches: MicroBatches) -> list[dict[int, Array]]:

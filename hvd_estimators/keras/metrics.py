@@ -28,32 +28,6 @@ def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
         yield from getattr(metric, "metrics", None) or [metric]
 
 
-def metrics_with_merge_state(model: keras.Model) -> list[Any]:
-    """Return the metrics that define ``merge_state`` to merge their states."""
-    return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]
-
-
-def summed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of the metrics without ``merge_state``, which are summed."""
-    merged = {id(v) for metric in metrics_with_merge_state(model) for v in metric.variables}
-    return [variable for variable in model.metrics_variables if id(variable) not in merged]
-
-
-def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
-    """Merge the states of several metrics into one metric of the same kind.
-
-    Parameters
-    ----------
-    metric : keras.metrics.Metric
-        Has a method ``merge_state(metrics)``.
-    states : sequence of sequence of array
-        For each metric, the values of its variables.
-    """
-    for variable, value in zip(metric.variables, states[0], strict=True):
-        variable.assign(value)
-    metric.merge_state([_twin(metric, state) for state in states[1:]])
-
-
 def results(model: keras.Model) -> dict[str, Any]:
     """Return the results of a model's metrics as numbers, or lists of numbers, by name.
 
@@ -96,20 +70,13 @@ def _as_python(value: Any) -> Any:
     return float(array.item()) if array.size == 1 else array.tolist()
 
 
-MetricStates = tuple[list[Array], list[list[Array]]]
-"""States of the metrics that are summed, and of each one that merges its own."""
-
-
-def capture_metrics(model: keras.Model) -> MetricStates:
+def capture_metrics(model: keras.Model) -> list[Array]:
     """Return the states of a model's metrics, for `merge_captured`."""
-    return (
-        [variable.numpy() for variable in summed_variables(model)],
-        [[v.numpy() for v in metric.variables] for metric in metrics_with_merge_state(model)],
-    )
+    return [variable.numpy() for variable in model.metrics_variables]
 
 
-def merge_captured(model: keras.Model, parts: Sequence[MetricStates]) -> None:
-    """Merge the metric states of several copies into a model.
+def merge_captured(model: keras.Model, parts: Sequence[Sequence[Array]]) -> None:
+    """Merge the metric states of several copies into a model, as its variables declare it.
 
     Parameters
     ----------
@@ -118,23 +85,21 @@ def merge_captured(model: keras.Model, parts: Sequence[MetricStates]) -> None:
     parts : sequence
         `capture_metrics` results, in the order of the rows.
     """
-    for position, variable in enumerate(summed_variables(model)):
-        values = [np.asarray(summed[position], np.float64) for summed, _ in parts]
+    for variable, *given in zip(model.metrics_variables, *parts, strict=True):
+        values = [np.asarray(value, np.float64) for value in given]
         if variable.aggregation in ("sum", "mean"):
             parts_of_mean = len(parts) if variable.aggregation == "mean" else 1
             variable.assign(np.add.reduce(values) / parts_of_mean)
         else:
             variable.assign(values[0])
-    for position, metric in enumerate(metrics_with_merge_state(model)):
-        merge_states(metric, [merged[position] for _, merged in parts])
 
 
 def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
     """Check that the ranks' metric states can be summed. Runs on the driver.
 
-    Each metric that is not Keras's own first measures two parts of a batch in sequence, as in one
-    process. This result is compared to the result of the summed states of the two parts, as on two
-    ranks. The outputs are random, since a model's real outputs can all be zero.
+    Each metric that is not Keras's own measures two parts of a batch in sequence, as in one
+    process. Its state is compared to the sum of its states of both parts, as on two ranks. The
+    outputs are random, since a model's real outputs can all be zero.
 
     Parameters
     ----------
@@ -146,7 +111,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     Raises
     ------
     ParamError
-        If the results of a metric differ.
+        If the states of a metric differ.
     """
     half = len(keras.tree.flatten(outputs)[0]) // 2
     rng = np.random.default_rng(0)
@@ -178,17 +143,14 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     finally:
         model.reset_metrics()
     for metric, *states in zip(leaf_metrics(model), joint, first, second, strict=True):
-        if _is_known(metric):
-            continue
-        expected = _result(metric, states[0])
-        merged = _result(metric, [a + b for a, b in zip(*states[1:], strict=True)])
-        metric.reset_state()
-        if not np.allclose(expected, merged, rtol=1e-3, atol=1e-6, equal_nan=True):
+        for expected, *own in zip(*states, strict=True):
+            merged = np.add(*own)
+            if _is_known(metric) or np.allclose(expected, merged, 1e-3, 1e-6, equal_nan=True):
+                continue
             raise ParamError(
                 f"metrics: the state of {metric.name!r} ({type(metric).__name__}) cannot be added "
-                f"up over ranks: two batches after each other measure {expected}, and the sum of "
-                f"their states {merged}. Give the class a method merge_state(self, metrics) that "
-                "takes in the variables of other metrics of its kind, or make its variables with "
+                f"up over ranks: two batches after each other give {expected}, and the sum of "
+                f"their states is {merged}. Keep sums and counts, or make its variables with "
                 "add_variable(aggregation='mean') (the mean of the ranks') or 'only_first_replica' "
                 "(rank 0's)."
             )
@@ -196,15 +158,9 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
 
 def _is_known(metric: Any) -> bool:
     """Return whether a metric defines how its state is reduced, or is one of Keras's."""
-    return (
-        is_keras(type(metric))
-        or callable(_merge_state(metric))
-        or any(variable.aggregation != "sum" for variable in metric.variables)
+    return is_keras(type(metric)) or any(
+        variable.aggregation != "sum" for variable in metric.variables
     )
-
-
-def _merge_state(metric: Any) -> Any:
-    return getattr(metric, "merge_state", None)
 
 
 def _measure(model: keras.Model, parts: Sequence[Any]) -> list[list[Array]]:
@@ -214,33 +170,3 @@ def _measure(model: keras.Model, parts: Sequence[Any]) -> list[list[Array]]:
         for x, y, outputs, weights in parts:
             model.compute_metrics(x, y, outputs, weights)
     return [[v.numpy() for v in metric.variables] for metric in leaf_metrics(model)]
-
-
-def _result(metric: Any, state: Sequence[Array]) -> list[float]:
-    for variable, value in zip(metric.variables, state, strict=True):
-        variable.assign(value)
-    with traceless():
-        result = metric.result()
-    return [
-        number
-        for value in keras.tree.flatten(result)
-        for number in np.ravel(np.asarray(value, np.float64)).tolist()
-    ]
-
-
-def _twin(metric: Any, state: Sequence[Array]) -> Any:
-    """Return a metric of the same kind with another state."""
-    twin = object.__new__(type(metric))
-    own = {
-        id(variable): keras.Variable(value, dtype=variable.dtype, trainable=False)
-        for variable, value in zip(metric.variables, state, strict=True)
-    }
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, list):
-            return [replaced(entry) for entry in value]
-        return own.get(id(value), value)
-
-    # Bypass Keras's attribute tracking.
-    vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
-    return twin

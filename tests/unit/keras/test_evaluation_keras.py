@@ -18,22 +18,18 @@ from hvd_estimators.keras.tensors import Field
 ROWS = 23
 
 
-class Largest(keras.metrics.Metric):
-    """The largest label, whose states merge by their maximum."""
+class Ones(keras.metrics.Metric):
+    """The number of labels above a half."""
 
-    def __init__(self, name: str = "largest", **kwargs: Any) -> None:
+    def __init__(self, name: str = "ones", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self.value = self.add_variable((), "zeros", name="value")
+        self.count = self.add_variable((), "zeros", name="count")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
-
-    def merge_state(self, metrics: Any) -> None:
-        for metric in metrics:
-            self.value.assign(keras.ops.maximum(self.value, metric.value))
+        self.count.assign_add(keras.ops.sum(keras.ops.cast(y_true > 0.5, "float32")))
 
     def result(self) -> Any:
-        return self.value
+        return self.count
 
 
 def make_columns() -> dict[str, Any]:
@@ -53,7 +49,7 @@ def make_model(net: keras.Model, **params: Any) -> KerasModel:
             "feature_columns": ["x"],
             "label_columns": ["y", "z"],
             "_labels": [Field("y", (1,)), Field("z", (1,))],
-            "custom_objects": {"Largest": Largest},
+            "custom_objects": {"Ones": Ones},
             **params,
         }
     )
@@ -92,7 +88,7 @@ def test_several_losses_weights_and_metrics_equal_keras_over_one_batch() -> None
     net = two_outputs(
         loss=["binary_crossentropy", "mse"],
         loss_weights=[0.3, 2.0],
-        metrics=[[keras.metrics.AUC(name="auc"), "accuracy"], ["mae", Largest()]],
+        metrics=[[keras.metrics.AUC(name="auc"), "accuracy"], ["mae", Ones()]],
         weighted_metrics=[[], ["mse"]],
     )
     model = make_model(net, sample_weight_col="w")

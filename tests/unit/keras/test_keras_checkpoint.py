@@ -36,14 +36,14 @@ def test_metrics_resume_on_fewer_or_more_ranks() -> None:
     model = made()
     build_metrics(model, BATCH, 99)
     rng = np.random.default_rng(0)
-    of_ranks = [([rng.random(v.shape) for v in model.metrics_variables], []) for _ in range(4)]
+    of_ranks = [[rng.random(v.shape) for v in model.metrics_variables] for _ in range(4)]
     for size in (1, 2, 3, 4, 6):
         total = [np.zeros(v.shape) for v in model.metrics_variables]
         for rank in range(size):
             model.reset_metrics()
             _restore_metrics(model, of_ranks, rank, size)
-            total = [a + b for a, b in zip(total, capture_metrics(model)[0], strict=True)]
-        summed = map(sum, zip(*(states for states, _ in of_ranks), strict=True))
+            total = [a + b for a, b in zip(total, capture_metrics(model), strict=True)]
+        summed = map(sum, zip(*of_ranks, strict=True))
         for found, expected in zip(total, summed, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 

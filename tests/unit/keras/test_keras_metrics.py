@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.metrics import (
-    check_metrics,
-    merge_states,
-    metrics_with_merge_state,
-    summed_variables,
-)
+from hvd_estimators.keras.metrics import check_metrics
 
 
 class Largest(keras.metrics.Metric):
@@ -53,15 +48,6 @@ class KeptMean(Largest):
         self.most.assign_add((keras.ops.mean(y_pred) - self.most) / self.seen)
 
 
-class Merged(Largest):
-    """Metric that defines how to merge states."""
-
-    def merge_state(self, metrics: Any) -> None:
-        for metric in metrics:
-            assert metric.result() == metric.most
-            self.most.assign(keras.ops.maximum(self.most, metric.most))
-
-
 class Counted(Largest):
     """Count of outputs above a half; counts can be added."""
 
@@ -88,12 +74,12 @@ def check(metrics: list[Any], rows: int = 5) -> None:
 
 @pytest.mark.parametrize("metric", [Largest(), Smallest(), KeptMean()])
 def test_states_that_cannot_be_added_are_rejected(metric: Any) -> None:
-    with pytest.raises(ParamError, match=rf"'{metric.name}'.*merge_state.*aggregation='mean'"):
+    with pytest.raises(ParamError, match=rf"'{metric.name}'.*sums and counts.*aggregation='mean'"):
         check(["mae", metric])
 
 
-def test_states_that_can_be_added_or_merged_are_accepted() -> None:
-    check([Counted(), of_the_batch, Merged(), Largest(aggregation="mean"), "mae"])
+def test_states_that_can_be_added_or_averaged_are_accepted() -> None:
+    check([Counted(), of_the_batch, Largest(aggregation="mean"), "mae"])
     check([Largest()], rows=1)
 
 
@@ -106,22 +92,6 @@ def test_metrics_that_fail_on_the_driver_are_left_to_the_ranks(
 
     check([Fails()])
     assert "only there" in caplog.text
-
-
-def test_metrics_merge_their_states() -> None:
-    model = model_with([Merged(), "mae"])
-    ones = np.ones((2, 1), np.float32)
-    states = []
-    for largest in (1.0, 5.0, 3.0):
-        model.reset_metrics()
-        model.compute_metrics(ones, ones, ones * largest)
-        (merged,) = metrics_with_merge_state(model)
-        states.append([v.numpy() for v in merged.variables])
-    merge_states(merged, states)
-    assert float(merged.result()) == 5.0
-    names = [variable.path for variable in summed_variables(model)]
-    assert names
-    assert not any("most" in name for name in names)
 
 
 def keras_metrics() -> list[keras.metrics.Metric]:
