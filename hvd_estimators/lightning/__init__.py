@@ -1,4 +1,4 @@
-"""Lightning on Spark: `LightningEstimator`, `LightningModel`, and `HorovodStrategy`.
+"""Lightning on Spark: `LightningEstimator` and `LightningModel`.
 
 `load_predictor` loads a saved model to predict without Spark.
 
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from hvd_estimators.inference.standalone import load_predictor
     from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
     from hvd_estimators.lightning.model import LightningModel, TorchModel
-    from hvd_estimators.lightning.strategy import HorovodStrategy
 
 __all__ = [
-    "HorovodStrategy",
     "LightningEstimator",
     "LightningModel",
     "TorchEstimator",
@@ -31,7 +29,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "HorovodStrategy": "hvd_estimators.lightning.strategy",
         "LightningEstimator": "hvd_estimators.lightning.estimator",
         "LightningModel": "hvd_estimators.lightning.model",
         "TorchEstimator": "hvd_estimators.lightning.estimator",

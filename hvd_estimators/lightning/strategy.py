@@ -1,13 +1,8 @@
-"""Lightning's Trainer on ranks of Horovod or ``torch.distributed``.
-
-`HorovodStrategy` works in any Trainer. The estimator uses `WeightedStrategy`, with which ranks with
-unequal batches train and measure as one process would.
-"""
+"""Lightning's strategy for the ranks of a fit: ranks with unequal batches train as one process."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +13,10 @@ from hvd_estimators.launch.gpus import gpu_index
 from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
-    FLAVORS,
     DDPStrategy,
     Flavor,
     LightningEnvironment,
-    flavor_of,
     of_flavor,
-    one_flavor,
     patch_attribute,
     patch_method,
 )
@@ -32,12 +24,11 @@ from hvd_estimators.lightning.results import reduce_logged
 from hvd_estimators.torch.collectives import (
     average_batch_norm,
     broadcast_tensors,
-    connect,
     current,
     exchange,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss, as_stated
+from hvd_estimators.torch.loss_weights import WeightedLoss, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
@@ -52,7 +43,7 @@ PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""
 
 
-class HorovodEnvironment(LightningEnvironment):
+class RankEnvironment(LightningEnvironment):
     """Cluster environment for the ranks of a running job."""
 
     @property
@@ -80,71 +71,63 @@ class HorovodEnvironment(LightningEnvironment):
         """Keep the rank's environment variables, which Lightning would delete."""
 
 
-class HorovodStrategy(DDPStrategy):
-    """Train one copy of a LightningModule per Horovod rank, with averaged gradients.
+class WeightedStrategy(DDPStrategy):
+    """Train one copy of a LightningModule per rank, and weight each rank's batch by its rows.
 
-    Use ``Trainer(strategy=HorovodStrategy(), devices=1, accelerator=...)`` in processes that
-    Horovod, or a backend of this package, has started. Each process trains on one device.
-
-    Every backward pass ends with the mean of the gradients over the ranks, before clipping,
-    callbacks and optimizers see them. This holds in automatic and in manual optimization
+    Every backward pass ends with the gradient of the mean over the global batch, before clipping,
+    callbacks and optimizers see it. This holds in automatic and in manual optimization
     (``manual_backward``), with any number of optimizers. While gradients accumulate, they stay on
     their rank until the last backward pass before the step. At the start, all ranks get the
     parameters and buffers of rank 0. The strategy replaces neither optimizers nor their classes,
-    and does not wrap the module. All else is as in Lightning's ``DDPStrategy``: ``self.log``
-    reduces values with ``sync_dist=True``.
+    and does not wrap the module. Logged values are weighted by rows.
 
-    Runs on every rank.
+    Runs on every rank, in a session of `hvd_estimators.torch.collectives`.
 
     Parameters
     ----------
+    train, validation : loader, optional
+        Provide the weights of their batches; without a loader, all batches weigh the same.
+    shards : ShardStates
+        The canonical shards, of which the rank runs one or several.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    batches_between_stops : int
+        See `agree_on_stopping`.
+    sharding : ShardingOptions or None
+        How the ranks share the parameters; None: each rank has them all.
     compression : horovod compressor, optional
         Compresses gradients, for example ``horovod.torch.Compression.fp16``.
-    scale_learning_rate : bool, default True
-        Whether optimizers step with their learning rates multiplied by the number of ranks, as
-        is usual with Horovod. Schedulers, callbacks and checkpoints see the unscaled rates.
-    package : str, optional
-        The Trainer's package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``. Needed if both
-        are imported.
+    scale_learning_rate : bool
+        Whether optimizers step with their learning rates multiplied by the number of shards.
+        Schedulers, callbacks and checkpoints see the unscaled rates.
     **kwargs
-        ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `DDPStrategy`.
+        ``checkpoint_io`` and others of `DDPStrategy`.
 
-    Examples
-    --------
-    >>> trainer = Trainer(strategy=HorovodStrategy(), devices=1)    # doctest: +SKIP
-    >>> trainer.fit(module, loader)                                 # doctest: +SKIP
+    Attributes
+    ----------
+    keeps_parts : bool
+        Whether states have this rank's parts, and not whole tensors on rank 0.
     """
 
     strategy_name = "horovod"
     # Whether all ranks run the current step.
     _communicates = True
-    # How the ranks share the parameters, if they do.
-    _sharding: ShardingOptions | None = None
-    lightning_flavor: Flavor | None = None
-
-    def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> HorovodStrategy:
-        """Create a strategy of one of the two Lightning packages."""
-        if cls.lightning_flavor is not None:
-            return super().__new__(cls)
-        imported = {f.name: f for f in FLAVORS if sys.modules.get(f.name) is not None}
-        flavor = imported.get(package or "", one_flavor(kwargs.items()))
-        is_chosen = len(imported) < 2 or any(map(flavor_of, kwargs.values()))
-        if package not in imported and (package or not is_chosen):
-            raise ParamError(
-                f"package: expected the Trainer's, one of {', '.join(map(repr, imported))}, found "
-                f"{package!r}. Set HorovodStrategy(package=...)."
-            )
-        return super().__new__(of_flavor(cls, flavor))
+    lightning_flavor: Flavor
 
     def __init__(
         self,
+        train: TrainLoader | None = None,
+        validation: ValidationLoader | None = None,
+        *,
+        shards: ShardStates,
+        buffers: BufferReducer,
+        batches_between_stops: int = 1,
+        sharding: ShardingOptions | None = None,
         compression: Any = None,
         scale_learning_rate: bool = True,
-        package: str | None = None,
         **kwargs: Any,
     ) -> None:
-        assert self.lightning_flavor is not None
-        environment = of_flavor(HorovodEnvironment, self.lightning_flavor)()
+        environment = of_flavor(RankEnvironment, self.lightning_flavor)()
         super().__init__(cluster_environment=environment, **kwargs)
         self._compression = compression
         self._scale_learning_rate = scale_learning_rate
@@ -155,14 +138,21 @@ class HorovodStrategy(DDPStrategy):
         self._rates: dict[int, StepRate] = {}
         # Removes changes to module, metrics, loops and optimizers.
         self._undo = contextlib.ExitStack()
+        self._sharding = sharding
+        self.keeps_parts = False
+        self.outputs: list[tuple[Any, int]] = []
+        # Rows of this rank in the running epoch, of validation and of training.
+        self._rows = {False: 0, True: 0}
+        self._batches_between_stops = batches_between_stops
+        self._step_args: tuple[Any, ...] = ()
+        self._contributions: list[Any] = []
+        self._shards = shards
+        self._buffers = buffers
+        self._train = train
+        self._validation = validation
 
     def _configure_launcher(self) -> None:
         """Launch nothing, because the processes exist."""
-
-    def set_world_ranks(self) -> None:
-        """Connect to the other ranks before Lightning asks for the rank."""
-        connect()
-        super().set_world_ranks()
 
     def setup_distributed(self) -> None:
         """Find the ranks, whose default process group exists."""
@@ -181,51 +171,159 @@ class HorovodStrategy(DDPStrategy):
         """Arguments for a ``DistributedSampler``."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    @property
+    def averager(self) -> GradientAverager:
+        """The gradient averager, while the Trainer fits."""
+        assert self._averager is not None
+        return self._averager
+
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the module, averaging, and the rates of the optimizers."""
+        """Prepare training, and let the ranks agree on values, stops and signals."""
         super().setup(trainer)
-        if trainer.state.fn == "fit":
-            self._averager = GradientAverager(
-                trainer.lightning_module,
-                self.optimizers,
-                self._compression,
-                every_parameter=not trainer.lightning_module.automatic_optimization,
-                loss_in_step=self._loss_in_step,
-            )
-            for optimizer in self.optimizers:
-                self._rate(optimizer)
+        self._averager = GradientAverager(
+            trainer.lightning_module,
+            self.optimizers,
+            self._compression,
+            every_parameter=not trainer.lightning_module.automatic_optimization,
+            loss_in_step=self._loss_in_step,
+        )
+        for optimizer in self.optimizers:
+            self._rate(optimizer)
+        if self.world_size > 1:
+            self._undo.callback(connect_metrics(trainer.lightning_module, _gather_states))
+            self._undo.callback(agree_on_stopping(trainer, self._batches_between_stops))
+        connector = trainer._logger_connector
+        for name, function in (
+            ("epoch_end_reached", self._reach_epoch_end),
+            ("on_epoch_end", self._leave_epoch),
+        ):
+            self._undo.enter_context(patch_method(connector, name, before=function))
+        loop: Any = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6
+            # The estimator's ranks agree on signals themselves.
+            patch = patch_attribute(loop, "_broadcast_sigterm_tensor", _do_nothing)
+            self._undo.enter_context(patch)
+
+    def model_to_device(self) -> None:
+        """Move the module to the device, unless the ranks share it: a GPU may hold a part only."""
+        if self._sharding is None:
+            super().model_to_device()
 
     def configure_ddp(self) -> None:
-        """Broadcast rank 0's parameters and buffers, instead of wrapping the module."""
+        """Give all ranks the weights of rank 0, and each rank its part, if they share them."""
         assert self.model is not None
         broadcast_tensors(self.model.state_dict())
+        module = self.lightning_module
+        if self._sharding is None or module is None:
+            return
+        shard(module, [], self._sharding, self.root_device)
+        # A step may use parameters outside of layers after it has called the module.
+        root: Any = module
+        root.set_reshard_after_forward(False, recurse=False)
+        for name in ("training_step", "validation_step"):
+            step = _called_as_forward(module, getattr(module, name))
+            self._undo.enter_context(patch_attribute(module, name, step))
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True if the ranks share the parameters, so that each reads its parts of them."""
+        return self._sharding is not None
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kw: Any) -> None:
+        """Load the module's state, of which this rank takes its parts."""
+        module = self.lightning_module
+        assert module is not None
+        weights = sharded_weights(module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": weights}, *args, **kw)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state for a checkpoint, which all ranks save together.
+
+        It is whole on rank 0, or parts for a checkpoint of the run.
+        """
+        module = self.lightning_module
+        # A rank that fails may save alone.
+        if module is not None and not module.trainer.interrupted:
+            self.average_batch_norm()
+        return self._whole(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, or parts for a checkpoint of the run."""
+        return self._whole(super().optimizer_state(optimizer))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._sharding is None or self.keeps_parts:
+            return state
+        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
+        return whole
+
+    def teardown(self) -> None:
+        """Remove the strategy's changes. Parts stay on their device, where they are gathered."""
+        if self._averager is not None:
+            self._averager.remove()
+            self._averager = None
+        for rate in self._rates.values():
+            rate.remove()
+        self._rates = {}
+        self._undo.close()
+        if self._sharding is None or self.lightning_module is None:
+            super().teardown()
+            return
+        optimizers, self.optimizers = self.optimizers, []
+        with patch_attribute(self.lightning_module, "cpu", _do_nothing):
+            super().teardown()
+        self.optimizers = optimizers
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, and store the denominator that its output states.
+        """Run the module's training step on the batch of the rank's first shard.
 
         The module may call ``loss.backward()``.
         """
-        if self._averager is not None:
-            self._averager.refresh()
-            self._start_weights(self._averager.weights)
-        self._stated, self._loss_scale = None, 1.0
-        output = super().training_step(*args, **kwargs)
-        self._stated = as_stated(output, "training_step")[1]
+        self.outputs, self._contributions = [], []
+        self._step_args = args[1:]
+        if self._train is not None and self._shards.passes > 1:
+            self._train.enter(0)  # an optimizer may call its closure repeatedly
+        output = self._training_step(*args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.fit_loop._skip_backward:
+            for index in range(1, len(self._shards.shards)):
+                self._step_on(index)
+            self._shards.enter(0)
         return output
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients, and average them unless more gradients will accumulate.
+        """Compute the gradients of the batches of all of the rank's shards.
 
-        In manual optimization, ``manual_backward({"loss": ..., "denominator": ...})`` states the
+        So hooks, schedulers and counts see one batch, as on the ranks with which the run began. In
+        manual optimization, ``manual_backward({"loss": ..., "denominator": ...})`` states the
         loss's denominator. All ranks must call it equally often.
         """
-        module, averager = self.lightning_module, self._averager
+        loss, passes = closure_loss, len(self._shards.shards)
+        for index in range(1, passes):
+            with self.block_backward_sync():
+                self._backward(loss, optimizer, *args, **kwargs)
+            self._contributions.append(self._contribution(loss.detach()))
+            loss = self._step_on(index)
+        returned = self._backward(loss, optimizer, *args, **kwargs)
+        if passes > 1:
+            self._contributions.append(self._contribution(loss.detach()))
+            # Hooks of the batch's end log values for all of its rows.
+            assert self.lightning_module is not None
+            results = self.lightning_module.trainer._results
+            if results is not None and self._train is not None:
+                results.batch_size = sum(rows for _, rows in self.outputs)
+            self._shards.enter(0)
+        return returned
+
+    def _backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients, and average them unless more gradients will accumulate."""
+        module = self.lightning_module
         assert module is not None
-        assert averager is not None
         closure_loss, is_counted = self._scaled(closure_loss, module)
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with averager.averaging(accumulate=self._blocked):
+        with self.averager.averaging(accumulate=self._blocked):
             if is_counted:
                 self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
             elif self._sharding is not None:
@@ -238,33 +336,61 @@ class HorovodStrategy(DDPStrategy):
         self.post_backward(loss)
         return loss
 
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, and store the denominator that its output states."""
+        self.averager.refresh()
+        train, weights = self._train, self.averager.weights
+        batch: tuple[int, float, int] = 1, self.world_size, 1
+        if train is not None:
+            batch = train.rows, train.step_rows, train.passes
+        weights.start(*batch, ranks=self.world_size, is_last=self._is_last_part)
+        self._stated, self._loss_scale = None, 1.0
+        with self._counted(train):
+            output = super().training_step(*args, **kwargs)
+        self._stated = as_stated(output, "training_step")[1]
+        rows = 1 if train is None else train.rows
+        named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
+        self.outputs.append((named, rows))
+        is_one_of_several = self._shards.passes > 1 or self._sharding is not None
+        if is_one_of_several and named.get("loss") is None:
+            raise RuntimeError(
+                "training_step returned no loss, and a step has several batches in this process, "
+                "or the processes share the parameters. "
+                "Return a loss for each batch, such as 0.0 * loss."
+            )
+        return output
+
     @property
     def _is_last_part(self) -> bool:
-        """True if the current batch ends a step's sum of weights; here batches weigh the same."""
-        return True
+        """True if the current batch is of the last of the rank's shards, and ends a step."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return True  # the module calls optimizers when it likes
+        return not self._blocked and len(self.outputs) + 1 >= len(self._shards.shards)
 
-    @property
-    def weights(self) -> StepWeights:
-        """Weights of the losses of the current step, while the Trainer fits."""
-        assert self._averager is not None
-        return self._averager.weights
-
-    def _start_weights(self, weights: StepWeights) -> None:
-        weights.start(*self._batch_rows, ranks=self.world_size, is_last=self._is_last_part)
-
-    @property
-    def _batch_rows(self) -> tuple[int, float, int]:
-        """Rows of the batch, and rows and batches of its step; here batches weigh the same."""
-        return 1, self.world_size, 1
+    def _step_on(self, index: int) -> torch.Tensor:
+        """Run the training step on the batch of another shard, and return its loss."""
+        module: Any = self.lightning_module
+        assert self._train is not None
+        batch = self.precision_plugin.convert_input(self._train.enter(index))
+        batch = self.batch_to_device(module.on_before_batch_transfer(batch, 0), dataloader_idx=0)
+        # Otherwise hooks between the first batches would reset the step's logged values.
+        module.trainer._logger_connector.on_batch_start(batch)
+        # Modules can log only within hooks that log.
+        before, module._current_fx_name = module._current_fx_name, "training_step"
+        self._training_step(batch, *self._step_args)
+        module._current_fx_name = before
+        loss: torch.Tensor = self.outputs[-1][0]["loss"]
+        return loss / module.trainer.accumulate_grad_batches
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        if module.automatic_optimization:
-            stated, factors = self._stated, self.weights.of_step
-        else:
+        weights, stated = self.averager.weights, self._stated
+        factors = weights.of_step
+        if not module.automatic_optimization:
             loss, stated = as_stated(loss, "manual_backward")
-            factors = self.weights.of_call
-        part = WeightedLoss(loss, self.weights.rows)
+            factors = weights.of_call
+        part = WeightedLoss(loss, weights.rows)
         if stated is not None:
             part = WeightedLoss(loss, stated, "stated")
         (factor,) = factors([part])
@@ -274,10 +400,18 @@ class HorovodStrategy(DDPStrategy):
         # The mean over no tokens may be NaN.
         return loss * factor, bool(factor > 0 or torch.isfinite(loss).all())
 
-    def _loss_in_step(self, loss: Any) -> Any:
-        """Return the contribution of a closure's loss to the step's loss, on this rank."""
+    def _contribution(self, loss: Any) -> Any:
+        """Return the contribution of a batch's loss to the step's loss, on this rank."""
         # The mean over no tokens may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
+
+    def _loss_in_step(self, loss: Any) -> Any:
+        return sum(self._contributions) if self._contributions else self._contribution(loss)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        with self._counted(self._validation):
+            return super().validation_step(*args, **kwargs)
 
     def optimizer_step(
         self,
@@ -335,287 +469,29 @@ class HorovodStrategy(DDPStrategy):
             )
         return tensor if self.world_size == 1 else super().all_gather(tensor, group, sync_grads)
 
-    def on_validation_start(self) -> None:
-        """Average batch-normalization statistics, so that all ranks validate with the same ones."""
-        self.average_batch_norm()
-
-    def on_train_end(self) -> None:
-        """Average batch-normalization statistics, so that all ranks end with the same ones."""
-        self.average_batch_norm()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state for a checkpoint, which all ranks save together."""
-        module = self.lightning_module
-        # A rank that fails may save alone.
-        if module is not None and not module.trainer.interrupted:
-            self.average_batch_norm()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
-
-    def teardown(self) -> None:
-        """Remove the strategy's changes to module, metrics and optimizers."""
-        if self._averager is not None:
-            self._averager.remove()
-            self._averager = None
-        for rate in self._rates.values():
-            rate.remove()
-        self._rates = {}
-        self._undo.close()
-        super().teardown()
-
     def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
         """Return an optimizer's learning-rate scaler; the optimizer may be newer than setup."""
-        if self._averager is None or not self._scale_learning_rate:
+        if not self._scale_learning_rate:
             return None
-        if id(optimizer) not in self._rates and self._learning_rate_scale > 1:
-            self._rates[id(optimizer)] = StepRate(optimizer, self._learning_rate_scale)
+        if id(optimizer) not in self._rates and self._shards.num_shards > 1:
+            self._rates[id(optimizer)] = StepRate(optimizer, self._shards.num_shards)
         return self._rates.get(id(optimizer))
 
-    @property
-    def _learning_rate_scale(self) -> int:
-        return self.world_size
-
     def average_batch_norm(self) -> None:
-        """Average statistics of the module, and of copies in callbacks. Called by all ranks."""
+        """Reduce the module's buffers, and average statistics of copies in callbacks.
+
+        Called by all ranks.
+        """
         module = self.lightning_module
         if module is None or self._averager is None or module.trainer.sanity_checking:
             return
         connected: Any = module.trainer
         attributes = [value for c in connected.callbacks for value in vars(c).values()]
         with torch.inference_mode(False):
-            self._reduce_buffers(module)
+            self._buffers.reduce()
             for copied in attributes:  # such as the mean of the weights
                 if isinstance(copied, torch.nn.Module) and copied is not module:
                     average_batch_norm(copied)
-
-    def _reduce_buffers(self, module: torch.nn.Module) -> None:
-        average_batch_norm(module)
-
-
-class WeightedStrategy(HorovodStrategy):
-    """Weight gradients and logged values by the weight of each rank's batch.
-
-    Each step uses the gradient of the mean over the global batch. Logged values are
-    weighted by rows.
-
-    Parameters
-    ----------
-    train, validation : loader, optional
-        Provide the weights of their batches; without a loader, all batches weigh the same.
-    shards : ShardStates
-        The canonical shards, of which the rank runs one or several.
-    buffers : BufferReducer
-        Reduces the module's buffers.
-    batches_between_stops : int
-        See `agree_on_stopping`.
-    sharding : ShardingOptions or None
-        How the ranks share the parameters; None: each rank has them all.
-    **kwargs
-        See `HorovodStrategy`.
-
-    Attributes
-    ----------
-    keeps_parts : bool
-        Whether states have this rank's parts, and not whole tensors on rank 0.
-    """
-
-    def __init__(
-        self,
-        train: TrainLoader | None = None,
-        validation: ValidationLoader | None = None,
-        *,
-        shards: ShardStates,
-        buffers: BufferReducer,
-        batches_between_stops: int = 1,
-        sharding: ShardingOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self._sharding = sharding
-        self.keeps_parts = False
-        self.outputs: list[tuple[Any, int]] = []
-        # Rows of this rank in the running epoch, of validation and of training.
-        self._rows = {False: 0, True: 0}
-        self._batches_between_stops = batches_between_stops
-        self._step_args: tuple[Any, ...] = ()
-        self._contributions: list[Any] = []
-        self._shards = shards
-        self._buffers = buffers
-        self._train = train
-        self._validation = validation
-
-    @property
-    def _batch_rows(self) -> tuple[int, float, int]:
-        train = self._train
-        return super()._batch_rows if train is None else (train.rows, train.step_rows, train.passes)
-
-    @property
-    def averager(self) -> GradientAverager:
-        """The gradient averager, while the Trainer fits."""
-        assert self._averager is not None
-        return self._averager
-
-    def setup(self, trainer: Trainer) -> None:
-        """Prepare training, and let the ranks agree on values, stops and signals."""
-        super().setup(trainer)
-        if self.world_size > 1:
-            self._undo.callback(connect_metrics(trainer.lightning_module, _gather_states))
-            self._undo.callback(agree_on_stopping(trainer, self._batches_between_stops))
-        connector = trainer._logger_connector
-        for name, function in (
-            ("epoch_end_reached", self._reach_epoch_end),
-            ("on_epoch_end", self._leave_epoch),
-        ):
-            self._undo.enter_context(patch_method(connector, name, before=function))
-        loop: Any = trainer.fit_loop.epoch_loop
-        if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6
-            # The estimator's ranks agree on signals themselves.
-            patch = patch_attribute(loop, "_broadcast_sigterm_tensor", _do_nothing)
-            self._undo.enter_context(patch)
-
-    def model_to_device(self) -> None:
-        """Move the module to the device, unless the ranks share it: a GPU may hold a part only."""
-        if self._sharding is None:
-            super().model_to_device()
-
-    def configure_ddp(self) -> None:
-        """Give all ranks the weights of rank 0, and each rank its part, if they share them."""
-        super().configure_ddp()
-        module = self.lightning_module
-        if self._sharding is None or module is None:
-            return
-        shard(module, [], self._sharding, self.root_device)
-        # A step may use parameters outside of layers after it has called the module.
-        root: Any = module
-        root.set_reshard_after_forward(False, recurse=False)
-        for name in ("training_step", "validation_step"):
-            step = _called_as_forward(module, getattr(module, name))
-            self._undo.enter_context(patch_attribute(module, name, step))
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True if the ranks share the parameters, so that each reads its parts of them."""
-        return self._sharding is not None
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kw: Any) -> None:
-        """Load the module's state, of which this rank takes its parts."""
-        module = self.lightning_module
-        assert module is not None
-        weights = sharded_weights(module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": weights}, *args, **kw)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's whole state on rank 0, or parts for a checkpoint of the run."""
-        return self._whole(super().lightning_module_state_dict())
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, or parts for a checkpoint of the run."""
-        return self._whole(super().optimizer_state(optimizer))
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self._sharding is None or self.keeps_parts:
-            return state
-        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
-        return whole
-
-    def teardown(self) -> None:
-        """Remove the strategy's changes. Parts stay on their device, where they are gathered."""
-        if self._sharding is None or self.lightning_module is None:
-            super().teardown()
-            return
-        optimizers, self.optimizers = self.optimizers, []
-        with patch_attribute(self.lightning_module, "cpu", _do_nothing):
-            super().teardown()
-        self.optimizers = optimizers
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step on the batch of the rank's first shard."""
-        self.outputs, self._contributions = [], []
-        self._step_args = args[1:]
-        if self._train is not None and self._shards.passes > 1:
-            self._train.enter(0)  # an optimizer may call its closure repeatedly
-        output = self._training_step(*args, **kwargs)
-        module = self.lightning_module
-        assert module is not None
-        if module.trainer.fit_loop._skip_backward:
-            for index in range(1, len(self._shards.shards)):
-                self._step_on(index)
-            self._shards.enter(0)
-        return output
-
-    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of the batches of all of the rank's shards.
-
-        So hooks, schedulers and counts see one batch, as on the ranks with which the run began.
-        """
-        loss, passes = closure_loss, len(self._shards.shards)
-        for index in range(1, passes):
-            with self.block_backward_sync():
-                super().backward(loss, optimizer, *args, **kwargs)
-            self._contributions.append(super()._loss_in_step(loss.detach()))
-            loss = self._step_on(index)
-        returned = super().backward(loss, optimizer, *args, **kwargs)
-        if passes > 1:
-            self._contributions.append(super()._loss_in_step(loss.detach()))
-            # Hooks of the batch's end log values for all of its rows.
-            assert self.lightning_module is not None
-            results = self.lightning_module.trainer._results
-            if results is not None and self._train is not None:
-                results.batch_size = sum(rows for _, rows in self.outputs)
-            self._shards.enter(0)
-        return returned
-
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counted(self._train):
-            output = super().training_step(*args, **kwargs)
-        rows = 1 if self._train is None else self._train.rows
-        named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
-        self.outputs.append((named, rows))
-        is_one_of_several = self._shards.passes > 1 or self._sharding is not None
-        if is_one_of_several and named.get("loss") is None:
-            raise RuntimeError(
-                "training_step returned no loss, and a step has several batches in this process, "
-                "or the processes share the parameters. "
-                "Return a loss for each batch, such as 0.0 * loss."
-            )
-        return output
-
-    @property
-    def _is_last_part(self) -> bool:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            return True  # the module calls optimizers when it likes
-        return not self._blocked and len(self.outputs) + 1 >= len(self._shards.shards)
-
-    def _step_on(self, index: int) -> torch.Tensor:
-        """Run the training step on the batch of another shard, and return its loss."""
-        module: Any = self.lightning_module
-        assert self._train is not None
-        batch = self.precision_plugin.convert_input(self._train.enter(index))
-        batch = self.batch_to_device(module.on_before_batch_transfer(batch, 0), dataloader_idx=0)
-        # Otherwise hooks between the first batches would reset the step's logged values.
-        module.trainer._logger_connector.on_batch_start(batch)
-        # Modules can log only within hooks that log.
-        before, module._current_fx_name = module._current_fx_name, "training_step"
-        self._training_step(batch, *self._step_args)
-        module._current_fx_name = before
-        loss: torch.Tensor = self.outputs[-1][0]["loss"]
-        return loss / module.trainer.accumulate_grad_batches
-
-    def _loss_in_step(self, loss: Any) -> Any:
-        return sum(self._contributions) if self._contributions else super()._loss_in_step(loss)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
-        with self._counted(self._validation):
-            return super().validation_step(*args, **kwargs)
-
-    @property
-    def _learning_rate_scale(self) -> int:
-        return self._shards.num_shards
-
-    def _reduce_buffers(self, module: torch.nn.Module) -> None:
-        self._buffers.reduce()
 
     def reduce_logged(self) -> None:
         """Reduce the values that the epoch has logged. Called by all ranks."""
@@ -663,14 +539,13 @@ class WeightedStrategy(HorovodStrategy):
         self.set_optimizer_modes(training=True)
 
     def on_validation_start(self) -> None:
-        """Switch schedule-free optimizers to their weights for evaluation."""
+        """Let all ranks validate with equal statistics, and the weights for evaluation."""
         self.set_optimizer_modes(training=False)
-        super().on_validation_start()
+        self.average_batch_norm()
 
     def on_train_end(self) -> None:
-        """Switch schedule-free optimizers to their weights for evaluation."""
-        self.set_optimizer_modes(training=False)
-        super().on_train_end()
+        """Let all ranks end with equal statistics, and the weights for evaluation."""
+        self.on_validation_start()
 
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:

@@ -80,7 +80,7 @@ _SET_BY_ESTIMATOR = {
     "accelerator": "use_gpu",
     "devices": "num_proc",
     "num_nodes": "num_proc",
-    "strategy": "num_proc or backend; the strategy is hvd_estimators.lightning.HorovodStrategy",
+    "strategy": "num_proc, backend or sharding",
 }
 
 
