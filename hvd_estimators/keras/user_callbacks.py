@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -189,42 +190,19 @@ def callback_state(callback: Any) -> dict[str, Any]:
     left_out = _SET_BY_KERAS
     if is_keras(type(callback).on_epoch_end):
         left_out = (*left_out, *_SET_IN_TRAINING)
-    values = {name: _plain(v) for name, v in vars(callback).items() if name not in left_out}
-    return {name: value for name, value in values.items() if is_encodable(value)}
+    # Other kinds of dicts would come back as plain ones.
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name not in left_out
+        and is_encodable(value)
+        and (type(value) is dict or not isinstance(value, Mapping))
+    }
 
 
 def restore_callback(callback: Any, state: Mapping[str, Any]) -> None:
     """Restore a callback from `callback_state`, except strings: paths of another machine."""
-    attributes = vars(callback)
     for name, value in state.items():
         if not isinstance(value, str):
-            # A separate container, because a state can be restored more than once.
-            attributes[name] = _like(attributes.get(name), _plain(value))
-
-
-def _plain(value: Any) -> Any:
-    """Convert a container of any kind to a list, tuple or dict."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return list(map(_plain, value))
-    return value
-
-
-def _like(given: Any, value: Any) -> Any:
-    """Convert a value to the kind of container that a callback created, such as a deque."""
-    if type(given) is type(value):
-        return value
-    if isinstance(given, MutableMapping) and isinstance(value, dict):
-        given.clear()
-        given.update(value)
-        return given
-    if isinstance(given, MutableSequence) and isinstance(value, list):
-        given.clear()
-        given.extend(value)
-        return given
-    if isinstance(given, tuple) and isinstance(value, tuple):
-        return type(given)(*value)
-    return value
+            # A copy, because a state can be restored more than once.
+            vars(callback)[name] = copy.deepcopy(value)
