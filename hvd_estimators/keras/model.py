@@ -14,6 +14,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
+from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.predictor import (
     KerasPredictor,
     inputs_of,
@@ -23,7 +24,6 @@ from hvd_estimators.keras.predictor import (
 from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
 from hvd_estimators.keras.tensors import (
     TensorSpec,
-    call_on_zeros,
     text_columns,
 )
 from hvd_estimators.model import HorovodModel
@@ -187,12 +187,12 @@ class KerasModel(KerasModelSignatures):
                 "class a call() before fit(), or setModel() to a part that predicts, such as "
                 "getModel().generator."
             )
-        if any(field.shape is None for field in keras.tree.flatten(self._inputs())):
+        outputs = symbolic(model, "output")
+        if outputs is None:
             raise ParamError(
                 "output_shapes is not known for a model that was not fitted and does not define "
-                "the shapes of its inputs. Set output_shapes (the shape of one row of each output)."
+                "its outputs. Set output_shapes (the shape of one row of each output)."
             )
-        outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []
         selection = self.getOrDefault("outputs")
         selected = of_labels(model, outputs, labels, pairs_labels(model), selection)

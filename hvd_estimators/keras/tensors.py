@@ -17,8 +17,6 @@ from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import (
-    CPU,
-    kept_random_state,
     on_tensorflow,
     snapshot,
 )
@@ -67,11 +65,6 @@ class Field:
     def takes_text(self) -> bool:
         """Return whether an input may be text: its type is text, or is unknown."""
         return self.dtype in (None, "string")
-
-    def zeros(self, rows: int) -> Any:
-        """Return rows of zeros, or of empty strings; the shape must be known."""
-        shape = (rows, *(self.shape or ()))
-        return self.array(np.full(shape, "", object) if self.dtype == "string" else np.zeros(shape))
 
     def _form(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
         return (shape or (1,)) if self.shape is None else self.shape, self.dtype_of(dtype)
@@ -209,13 +202,6 @@ def class_weights(labels: Any, weights: Mapping[int, float]) -> Any:
     )
     has_weight = ops.equal(ops.take(numbers, indices), classes)
     return ops.where(has_weight, values, ops.ones_like(values))
-
-
-def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
-    """Return the outputs of a model for two rows of zeros; the input shapes must be known."""
-    x = alike(keras.tree.map_structure(lambda field: field.zeros(2), inputs))
-    with kept_random_state(), keras.device(CPU):
-        return model(x, training=False)
 
 
 @contextlib.contextmanager
