@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.custom_objects import Recipe
+from hvd_estimators.keras.model_file import variable_value
 from hvd_estimators.keras.outputs import Outputs, by_output
-from hvd_estimators.keras.serialization import OptimizerPayload
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,10 @@ class CompileSettings:
 
     Attributes
     ----------
-    optimizer : OptimizerPayload or None
+    optimizer : Recipe or None
         The optimizer; None for a model with its own ``compile``, which is not compiled again.
+    state : list of array
+        Values of the optimizer's variables; empty before its first step.
     compiled : mapping
         The model's other compile arguments, in Keras's own order of outputs.
     given : mapping
@@ -32,7 +37,8 @@ class CompileSettings:
         Replaces the optimizer's learning rate, unless None.
     """
 
-    optimizer: OptimizerPayload | None
+    optimizer: Recipe | None
+    state: Sequence[Array]
     compiled: Mapping[str, Any]
     given: Mapping[str, Any]
     label_cols: Sequence[str]
@@ -73,8 +79,11 @@ class CompileSettings:
             settings.update(loss_weights=None, metrics=None, weighted_metrics=None)
         settings.update(self.given if outputs is None else self._by_output(outputs))
         model.compile(**settings, optimizer=self.optimizer.make())
-        if model.built:
-            self.optimizer.restore(model.optimizer, model.trainable_variables)
+        if model.built and self.state:
+            model.optimizer.build(model.trainable_variables)
+            if len(self.state) == len(model.optimizer.variables):
+                for variable, value in zip(model.optimizer.variables, self.state, strict=True):
+                    variable.assign(value)
         if self.learning_rate is not None:
             model.optimizer.learning_rate = self.learning_rate
 
@@ -119,3 +128,10 @@ class CompileSettings:
 def losses(loss: Any) -> list[Any]:
     """Return all losses in the ``loss`` argument of `compile`."""
     return [entry for entry in keras.tree.flatten(loss) if entry is not None]
+
+
+def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[Array]:
+    """Return copies of the values of an optimizer's variables; none before its first step."""
+    if not (optimizer.built and int(optimizer.iterations)):
+        return []
+    return [np.array(variable_value(variable)) for variable in optimizer.variables]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copyreg
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import cloudpickle
 import keras
-import numpy as np
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import load as load_from
@@ -29,7 +28,7 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
 )
 from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError, is_remembered
-from hvd_estimators.keras.model_file import ModelValues, variable_value
+from hvd_estimators.keras.model_file import ModelValues
 
 _LARGE_BYTES = 2**26
 """Size of models that are written to a file instead of into memory."""
@@ -97,7 +96,7 @@ class ModelDocument:
     values : ModelValues
         Values of the variables.
     compiled : mapping or None
-        Compile arguments; the optimizer is an `OptimizerPayload`.
+        Compile arguments; the optimizer is a `Recipe`.
     """
 
     recipe: Recipe
@@ -160,7 +159,7 @@ def _documented(
         if arguments is not None or has_own_compile(model) or each is not model.optimizer
     ]
     if arguments is not None:
-        arguments["optimizer"] = OptimizerPayload(Recipe.of(model.optimizer, custom_objects), ())
+        arguments["optimizer"] = Recipe.of(model.optimizer, custom_objects)
     document = ModelDocument(
         Recipe.of(model, custom_objects),
         keras.dtype_policies.serialize(model.dtype_policy),
@@ -238,9 +237,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.Model):
             return ModelDocument.make, (_documented(obj, self._custom_objects, compiled=True)[0],)
-        if isinstance(obj, keras.optimizers.Optimizer):
-            return OptimizerPayload.make, (OptimizerPayload.of(obj, self._custom_objects),)
-        if isinstance(obj, keras.metrics.Metric):
+        if isinstance(obj, (keras.optimizers.Optimizer, keras.metrics.Metric)):
             return Recipe.make, (Recipe.of(obj, self._custom_objects),)
         if isinstance(obj, keras.losses.Loss):
             # Keras would pickle a config, from which a custom class may lack arguments.
@@ -264,41 +261,3 @@ def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
     # compile() may have wrapped the optimizer for mixed precision.
     compiled.pop("optimizer", None)
     return compiled
-
-
-@dataclass(frozen=True)
-class OptimizerPayload:
-    """A serialized optimizer, from which an optimizer for other variables can be created.
-
-    Attributes
-    ----------
-    recipe : Recipe
-        Its config.
-    state : list of numpy.ndarray
-        Values of its variables; empty before its first step.
-    """
-
-    recipe: Recipe
-    state: Sequence[Array]
-
-    @staticmethod
-    def of(
-        optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
-    ) -> OptimizerPayload:
-        """Serialize an optimizer."""
-        has_state = optimizer.built and int(optimizer.iterations)
-        state = [np.array(variable_value(v)) for v in optimizer.variables] if has_state else []
-        return OptimizerPayload(Recipe.of(optimizer, custom_objects), state)
-
-    def make(self) -> keras.optimizers.Optimizer:
-        """Return a new optimizer without state."""
-        optimizer: keras.optimizers.Optimizer = self.recipe.make()
-        return optimizer
-
-    def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Build an optimizer for a model's variables, and restore its state, if there is one."""
-        if self.state and not optimizer.built:
-            optimizer.build(list(variables))
-        if len(self.state) == len(optimizer.variables):
-            for variable, value in zip(optimizer.variables, self.state, strict=True):
-                variable.assign(value)

@@ -19,10 +19,10 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     kept_random_state,
 )
-from hvd_estimators.keras.compile_args import CompileSettings, losses
-from hvd_estimators.keras.custom_objects import UnequalCopyError
+from hvd_estimators.keras.compile_args import CompileSettings, losses, optimizer_state
+from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError
 from hvd_estimators.keras.losses import kind_of_outputs, without_reduction
-from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
+from hvd_estimators.keras.serialization import copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
 from hvd_estimators.keras.user_callbacks import selects_by_metric
 
@@ -106,9 +106,10 @@ class KerasSettings(Settings):
         if self.metrics:
             params["metrics"] = self.metrics
         if has_own_compile(given):
-            return self._checked(CompileSettings(None, compiled, {}, self.label_cols))
+            return self._checked(CompileSettings(None, (), compiled, {}, self.label_cols))
         try:
-            optimizer = OptimizerPayload.of(self.optimizer_object(), self.custom_objects)
+            given_optimizer = self.optimizer_object()
+            optimizer = Recipe.of(given_optimizer, self.custom_objects)
             made = optimizer.make()
         except (NotImplementedError, TypeError, ValueError) as error:
             raise ParamError(
@@ -134,7 +135,10 @@ class KerasSettings(Settings):
                     f"learning_rate: {type(made).__name__} does not let it be set ({error}). Leave "
                     "learning_rate out, or give an optimizer with a number as its rate."
                 ) from error
-        return self._checked(CompileSettings(optimizer, compiled, params, self.label_cols, rate))
+        state = optimizer_state(given_optimizer)
+        return self._checked(
+            CompileSettings(optimizer, state, compiled, params, self.label_cols, rate)
+        )
 
     def _checked(self, compiled: CompileSettings) -> CompileSettings:
         """Return compile arguments whose losses can be reduced over ranks."""

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.keras.compile_args import CompileSettings, optimizer_state
+from hvd_estimators.keras.custom_objects import Recipe
 from hvd_estimators.keras.serialization import (
-    OptimizerPayload,
     dump,
     load,
     load_model,
@@ -84,11 +85,11 @@ def test_a_model_always_has_the_same_bytes() -> None:
 
 def test_an_optimizers_state_is_restored_for_other_variables() -> None:
     model = make_model()
-    document = OptimizerPayload.of(model.optimizer)
+    recipe, state = Recipe.of(model.optimizer), optimizer_state(model.optimizer)
     other = make_model()
-    optimizer = document.make()
-    document.restore(optimizer, other.trainable_variables)
-    for a, b in zip(optimizer.variables, model.optimizer.variables, strict=True):
+    CompileSettings(recipe, state, {"loss": "mse"}, {}, ["y"]).apply(other, None)
+    assert other.optimizer.learning_rate == model.optimizer.learning_rate
+    for a, b in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
