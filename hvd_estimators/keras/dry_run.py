@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,6 @@ from hvd_estimators.keras.backend import (
     SHAPE_KINDS,
     all_layers,
     has_own_step,
-    model_optimizers,
 )
 from hvd_estimators.keras.losses import check_loss
 from hvd_estimators.keras.metrics import check_metrics
@@ -92,8 +90,6 @@ class DryRun:
         Shape of one row of each label's output; None for a size that only a call determines.
     tensors : TensorSpec
         Conversion of columns to tensors.
-    applied : int
-        How many times the model's own ``train_step`` applies optimizers to a batch.
     test_error : Exception or None
         Failure of ``test_step``, if the model has its own ``train_step``.
     """
@@ -128,7 +124,6 @@ class DryRun:
         self._inputs: Any = input_structure(model, feature_cols)
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
-        self.applied = 0
         self.test_error: Exception | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._columns: Columns = {}
@@ -272,18 +267,9 @@ class DryRun:
         if self._copy is None:
             return
         trial, batch = self._copy(), self.tensors.arrays(columns)
-        self.applied = 0
-
-        def counted(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.applied += 1
-            return apply(*args, **kwargs)
-
         try:
             with traceless():
                 self._compile(trial, self.outputs)
-                for optimizer in model_optimizers(trial):
-                    # Bypasses Keras's attribute tracking.
-                    vars(optimizer)["apply"] = functools.partial(counted, optimizer.apply)
                 trial.train_step(batch)
         except Exception as error:
             if leave_to_ranks(error, SHAPE_KINDS):

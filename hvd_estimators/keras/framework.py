@@ -118,12 +118,6 @@ class KerasFramework(Framework):
         if collated is not None and dry_run.output_shapes is not None:
             ends = (take(columns, rows) for rows in (slice(1), slice(-1, None)))
             dry_run.note_other_sizes(collated.columns(self.settings.delivered(e)) for e in ends)
-        passes = self.settings.backward_passes_per_step
-        if passes > 1 and dry_run.applied > 1:
-            raise ParamError(
-                "backward_passes_per_step: expected 1 for a model whose train_step applies "
-                f"optimizers {dry_run.applied} times per batch, found {passes}."
-            )
         trial = _KerasTrial(
             dry_run.output_shapes,
             dry_run=dry_run,
@@ -209,10 +203,6 @@ class KerasFramework(Framework):
     def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         settings = self.settings
         check_batches(trial.dry_run.model, common.data)
-        applied = trial.dry_run.applied
-        if common.data.passes_per_batch > 1 and applied > 1:
-            reason = f"and its train_step applies optimizers {applied} times per batch"
-            common.data.require_one_shard_per_rank("model", reason)
         reductions_of(trial.dry_run.model, common.buffer_reduction)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()

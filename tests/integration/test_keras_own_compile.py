@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import keras_reference
 import numpy as np
 import pytest
-from fewer_ranks import FourShards
 from keras_reference import make_estimator, pooled_estimator
 from rank_pool import shared_ranks
 from reference import WIDTH, write_rows
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import KerasEstimator
 
 pytestmark = pytest.mark.integration
 
@@ -150,10 +147,6 @@ def test_a_killed_rank_loses_no_optimizers_state(store: Any, tmp_path: Path) -> 
         ({"loss": "mse"}, r"own compile\(\).*leave optimizer, loss, .*found loss"),
         ({"model": make_adversaries()}, r"own compile\(\).* Set model to a function that makes"),
         ({"learning_rate": 0.1}, "learning_rate: it sets the rate of one optimizer"),
-        (
-            {"backward_passes_per_step": 2},
-            "expected 1 .* train_step applies optimizers 2 times per batch, found 2",
-        ),
     ],
 )
 def test_params_that_need_the_models_own_compile_are_rejected(
@@ -163,18 +156,3 @@ def test_params_that_need_the_models_own_compile_are_rejected(
     given = {"model": make_adversaries, "optimizer": None, "loss": None, **params}
     with pytest.raises(ParamError, match=message):
         pooled_estimator(store, 2, **given).fit_on_parquet()
-
-
-class FourShardsEstimator(FourShards, KerasEstimator):
-    pass
-
-
-def test_steps_that_do_not_add_up_are_rejected_on_fewer_ranks(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 8)
-    monkeypatch.setattr(keras_reference, "KerasEstimator", FourShardsEstimator)
-    params = {"model": make_adversaries, "optimizer": None, "loss": None}
-    message = "model: the run began with 4 ranks.* its train_step applies optimizers 2 times"
-    with pytest.raises(ParamError, match=message):
-        pooled_estimator(store, 2, **params).fit_on_parquet()
