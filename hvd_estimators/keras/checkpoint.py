@@ -80,13 +80,13 @@ class PartialEpoch:
         """Create the variables of the metrics, given a batch."""
         build_metrics(self._model, batch, len(self._state.parts["partial"]["metrics"][0]))
 
-    def restore(self) -> tuple[list[bytes], Mapping[int, Any], bool]:
+    def restore(self) -> tuple[list[bytes], bool]:
         """Restore the variables, random streams and metrics, after the epoch has started.
 
         Returns
         -------
-        digests, bases
-            The statistics at the start of the epoch.
+        digests : list of bytes
+            Digests of the statistics at the start of the epoch.
         stop : bool
             Whether a callback has requested a stop.
         """
@@ -101,7 +101,7 @@ class PartialEpoch:
         self._micro_batches.shards.for_each(restore_shard)
         shards = self._micro_batches.shards
         _restore_metrics(self._model, partial["metrics"], shards.rank, shards.size)
-        return partial["digests"], partial.get("bases", {}), partial["stop"]
+        return list(partial["digests"]), partial["stop"]
 
     def skip(self) -> None:
         """Make the model's training function skip the batches that are done.
@@ -332,7 +332,6 @@ class RunSaver:
         history: Sequence[EpochMetrics],
         batches: int,
         digests: list[bytes],
-        bases: Mapping[int, Any],
         stop: bool,
     ) -> None:
         """Save the run within an epoch.
@@ -343,14 +342,13 @@ class RunSaver:
             The previous epochs.
         batches : int
             Batches of a shard that are done.
-        digests, bases
-            The statistics at the start of the epoch; see `StatisticsAverager`.
+        digests : list of bytes
+            Digests of the statistics at the start of the epoch, see `StatisticsAverager`.
         stop : bool
             Whether a callback of this rank has requested a stop.
         """
         partial = {
             "digests": digests,
-            "bases": bases,
             "metrics": capture_metrics(self.model),
             "stop": stop,
         }
@@ -394,7 +392,6 @@ class RunSaver:
         parts = copy.deepcopy(parts)
         parts["partial"] = {
             "digests": partial["digests"],
-            "bases": partial["bases"],
             "metrics": [of_rank["metrics"] for of_rank in of_ranks],
             "stop": any(of_rank["stop"] for of_rank in of_ranks),
             "variables": variables,

@@ -63,6 +63,11 @@ def check_params(settings: KerasSettings) -> None:
             "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
             f"{checkpoint!r}."
         )
+    if settings.buffer_reduction:
+        raise ParamError(
+            "buffer_reduction: Keras's variables that layers compute are averaged over the ranks. "
+            "Leave it out, and keep values of which the mean is right."
+        )
     check_class_weight(settings)
     label_shapes = settings.label_shapes
     if label_shapes is not None and len(label_shapes) != len(settings.label_cols):

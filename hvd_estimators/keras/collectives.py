@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -24,7 +24,7 @@ from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
-from hvd_estimators.training.shard_state import ShardStates, find_buffers
+from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import array_digest
 
 ops: Any = keras.ops
@@ -357,45 +357,32 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 class StatisticsAverager:
-    """Reduce the variables that layers compute during training over the shards.
+    """Average the variables that layers compute during training over the shards.
 
-    Moving statistics of batch normalization and other non-trainable float variables are averaged
-    if they have changed. ``buffer_reduction`` sets another reduction for the variables that it
-    names, including integer variables.
+    These are moving statistics of batch normalization, and other non-trainable float variables that
+    have changed.
 
     Parameters
     ----------
     model : keras.Model
         The built model, the same on all ranks.
-    reductions : mapping
-        The value of ``buffer_reduction``.
 
     Attributes
     ----------
     digests : list of bytes
         Digests of the variables at the start of the epoch, to detect changes.
-    bases : dict
-        Values of the summed variables at the start of the epoch, by position. A sum adds each
-        shard's change since then.
     """
 
-    def __init__(self, model: keras.Model, reductions: Mapping[str, str] | None = None) -> None:
-        named = reductions_of(model, reductions or {})
+    def __init__(self, model: keras.Model) -> None:
         self._variables = [
             variable
             for variable in model.non_trainable_variables
-            if keras.backend.is_float_dtype(variable.dtype) or variable.path in named
+            if keras.backend.is_float_dtype(variable.dtype)
         ]
-        self._reductions = [named.get(variable.path, "mean") for variable in self._variables]
         self.digests = [array_digest(variable.numpy()) for variable in self._variables]
-        self.bases = {
-            index: self._variables[index].numpy()
-            for index, reduction in enumerate(self._reductions)
-            if reduction == "sum"
-        }
 
     def average(self, shards: ShardStates) -> None:
-        """Reduce over the shards that the ranks run. Called by all ranks at the same time."""
+        """Average over the shards that the ranks run. Called by all ranks at the same time."""
         if not self._variables or shards.num_shards == 1:
             return
         changed = [0.0] * len(self._variables)
@@ -405,59 +392,20 @@ class StatisticsAverager:
                 changed[index] += float(array_digest(self._variables[index].numpy()) != before)
 
         shards.for_each(look)
-        # A variable that changed on any rank is reduced on all ranks. Frozen layers do not change.
+        # A variable that changed on any rank is averaged on all ranks. Frozen layers do not change.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
-        moved = [index for index, count in enumerate(changes) if count]
-        contributions: dict[int, list[Array]] = {index: [] for index in moved}
+        moved = [v for v, count in zip(self._variables, changes, strict=True) if count]
+        own: list[Any] = [0.0] * len(moved)
 
-        def capture(shard: int) -> None:
-            for index in moved:
-                contributions[index].append(self._contribution(index, shard))
+        def add(_: int) -> None:
+            for index, variable in enumerate(moved):
+                own[index] = own[index] + np.asarray(variable.numpy(), np.float64)
 
-        shards.for_each(capture)
-        summed = [index for index in moved if self._reductions[index] not in _EXTREMES]
-        own = [np.add.reduce(contributions[index]) for index in summed]
-        totals = dict(zip(summed, sum_arrays(own, "statistics"), strict=True))
-        extremes = {index: contributions[index] for index in moved if index not in totals}
-        if extremes:
-            ranks = exchange.gather(extremes, "hvd_estimators.statistics.extremes")
-            for index in extremes:
-                values = [value for of_rank in ranks for value in of_rank[index]]
-                totals[index] = _EXTREMES[self._reductions[index]].reduce(values)
+        shards.for_each(add)
+        totals = sum_arrays(own, "statistics")
 
-        def set_reduced(_: int) -> None:
-            for index, total in totals.items():
-                if self._reductions[index] == "mean":
-                    total = total / shards.num_shards
-                if index in self.bases:
-                    total = total + self.bases[index]
-                variable = self._variables[index]
-                is_float = keras.backend.is_float_dtype(variable.dtype)
-                variable.assign(total if is_float else np.round(total))
+        def set_mean(_: int) -> None:
+            for variable, total in zip(moved, totals, strict=True):
+                variable.assign(total / shards.num_shards)
 
-        shards.for_each(set_reduced)
-
-    def _contribution(self, index: int, shard: int) -> Array:
-        value = np.asarray(self._variables[index].numpy(), np.float64)
-        if index in self.bases:
-            return value - np.asarray(self.bases[index], np.float64)
-        if self._reductions[index] == "rank0" and shard:
-            return np.zeros_like(value)
-        return value
-
-
-_EXTREMES: Mapping[str, np.ufunc] = {"max": np.maximum, "min": np.minimum}
-
-
-def reductions_of(model: keras.Model, reductions: Mapping[str, str]) -> dict[str, str]:
-    """Return reductions by variable path; `find_buffers` resolves the names."""
-    if not reductions:
-        return {}
-    kinds = {variable.path: _kind(variable.dtype) for variable in model.non_trainable_variables}
-    return find_buffers(reductions, kinds, "/")
-
-
-def _kind(dtype: str) -> str:
-    if keras.backend.is_float_dtype(dtype):
-        return "float"
-    return dtype if dtype in ("bool", "string") else "int"
+        shards.for_each(set_mean)

@@ -28,7 +28,6 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.checks import check_model, check_params
 from hvd_estimators.keras.collated import CollatedColumns
-from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun, check_batches
@@ -203,7 +202,6 @@ class KerasFramework(Framework):
     def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         settings = self.settings
         check_batches(trial.dry_run.model, common.data)
-        reductions_of(trial.dry_run.model, common.buffer_reduction)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
         return KerasTrainSpec(

@@ -169,8 +169,6 @@ class RankCallbacks(keras.callbacks.CallbackList):
         The model.
     epochs, steps : int
         Epochs of the run, and steps per epoch.
-    reductions : mapping
-        The value of ``buffer_reduction``.
     saver : RunSaver
         Saves the run after each epoch, and within epochs. Has the states of the rank.
     history : list of EpochMetrics
@@ -196,7 +194,6 @@ class RankCallbacks(keras.callbacks.CallbackList):
         model: keras.Model,
         epochs: int,
         steps: int,
-        reductions: Mapping[str, str],
         saver: RunSaver,
         history: list[EpochMetrics],
         progress: Progress,
@@ -215,7 +212,6 @@ class RankCallbacks(keras.callbacks.CallbackList):
             ranks=self._micro_batches.shards.num_shards,
             verbose=0,
         )
-        self._reductions = reductions
         self._saver = saver
         self._records = history
         self._progress = progress
@@ -240,15 +236,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
         """Start the epoch's random streams, call the callbacks, and restore a partial epoch."""
         shards = self._micro_batches.shards
         shards.for_each(lambda shard: self._saver.streams.begin(shard, epoch))
-        self._statistics = StatisticsAverager(self.model, self._reductions)
+        self._statistics = StatisticsAverager(self.model)
         super().on_epoch_begin(epoch, logs)
         resumed, self._resumed = self._resumed, None
         self._skipped = 0
         if resumed is not None:
             self._skipped = resumed.batches
-            digests, bases, self.stop = resumed.restore()
-            self._statistics.digests = list(digests)
-            self._statistics.bases.update(bases)
+            self._statistics.digests, self.stop = resumed.restore()
             self._saver.states.restore()
         self._epoch, self._done = epoch, self._skipped // self._micro_batches.passes
         if not shards.rank:
@@ -327,10 +321,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
 
     def _save_within(self, batches: int) -> None:
         """Save the run within an epoch, after the given number of batches. Called by all ranks."""
-        statistics = self._statistics
-        self._saver.save_within(
-            self._records, batches, statistics.digests, statistics.bases, self.stop
-        )
+        self._saver.save_within(self._records, batches, self._statistics.digests, self.stop)
 
     def _defer_stop(self) -> None:
         if self.model.stop_training:

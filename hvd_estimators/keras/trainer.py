@@ -271,7 +271,6 @@ class _Trainer:
             model,
             spec.epochs,
             steps,
-            spec.buffer_reduction,
             saver,
             self.history,
             progress,

@@ -127,9 +127,8 @@ class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
         "Dict of a buffer's name to its reduction over the ranks: 'mean', 'max', 'min', 'sum' "
         "(of the changes on each rank) or 'rank0'. Ranks reduce at the end of each epoch and "
         "before a validation. Set it for buffers that the model computes from its batches: "
-        "{'running_max': 'max'} applies to each buffer of this name. In Keras, use the name of "
-        "a variable that is not trained. Default: batch normalization is averaged; other "
-        "buffers are rank 0's in torch and Lightning, and averaged in Keras.",
+        "{'running_max': 'max'} applies to each buffer of this name. Default: batch normalization "
+        "is averaged, and other buffers are rank 0's. Keras has no reductions but the mean.",
         default={},
         convert=parse_buffer_reduction,
     )

@@ -293,7 +293,7 @@ def reductions_of(module: torch.nn.Module, reductions: Mapping[str, str]) -> dic
     if not reductions:
         return {}
     kinds = {name: _kind(buffer) for name, buffer in module.named_buffers()}
-    return find_buffers(reductions, kinds, ".")
+    return find_buffers(reductions, kinds)
 
 
 def _kind(buffer: torch.Tensor) -> str:

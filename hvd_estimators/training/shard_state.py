@@ -5,8 +5,8 @@ rank that runs several virtual shards swaps their states. A mid-epoch checkpoint
 of all shards.
 
 Layers compute some tensors from batches, such as running means. In torch and Lightning they are
-the module's buffers. In Keras they are variables that are not trained. The param
-``buffer_reduction`` selects their reduction over the shards.
+the module's buffers, whose reduction over the shards the param ``buffer_reduction`` selects. In
+Keras they are variables that are not trained, and are averaged.
 """
 
 from __future__ import annotations
@@ -162,9 +162,7 @@ def parse_buffer_reduction(name: str, value: Mapping[str, str]) -> dict[str, str
     return dict(value)
 
 
-def find_buffers(
-    reductions: Mapping[str, str], buffers: Mapping[str, str], separator: str
-) -> dict[str, str]:
+def find_buffers(reductions: Mapping[str, str], buffers: Mapping[str, str]) -> dict[str, str]:
     """Return the reduction of each buffer that the param names.
 
     A name is a buffer's name, or its last parts. For example, ``running_max`` matches all buffers
@@ -176,8 +174,6 @@ def find_buffers(
         The value of the param.
     buffers : mapping
         The model's buffers: name to kind (``"float"``, ``"int"``, ``"bool"`` or ``"complex"``).
-    separator : str
-        Separates the parts of names.
 
     Raises
     ------
@@ -186,7 +182,7 @@ def find_buffers(
     """
     by_buffer: dict[str, str] = {}
     for name in sorted(reductions, key=len):
-        named = _named(name, buffers, separator)
+        named = _named(name, buffers)
         if not named:
             listed = ", ".join(map(repr, buffers)) or "none"
             raise ParamError(
@@ -199,8 +195,8 @@ def find_buffers(
     return by_buffer
 
 
-def _named(name: str, buffers: Iterable[str], separator: str) -> list[str]:
-    return [b for b in buffers if b == name or b.endswith(f"{separator}{name}")]
+def _named(name: str, buffers: Iterable[str]) -> list[str]:
+    return [b for b in buffers if b == name or b.endswith(f".{name}")]
 
 
 def _check_kind(buffer: str, kind: str, reduction: str) -> None:

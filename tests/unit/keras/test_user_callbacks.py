@@ -70,9 +70,7 @@ def test_callbacks_see_steps_if_a_rank_runs_several_shards(
     monkeypatch.setattr(loop, "sum_arrays", lambda arrays, name: arrays)
     history: list[Any] = []
     given_to_it: Any = {"history": history, "progress": Nowhere(), "step_end": Steps()}
-    callbacks = RankCallbacks(
-        *([given], model, 1, 4, {}, Saver(model, 2)), **given_to_it, resumed=None
-    )
+    callbacks = RankCallbacks(*([given], model, 1, 4, Saver(model, 2)), **given_to_it, resumed=None)
     model.fit(rows, 2 * rows, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
     means = [3 / 2, 6 / 4, 7 / 6, 9 / 8]
     assert called == [entry for step in range(4) for entry in (step, (step, round(means[step], 3)))]
