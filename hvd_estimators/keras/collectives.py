@@ -64,10 +64,6 @@ class Collectives(abc.ABC):
     def gather(self, document: Bytes, name: str) -> Bytes:
         """Return the concatenated bytes of all ranks, whose lengths may differ."""
 
-    @abc.abstractmethod
-    def broadcast(self, variable: Any, root_rank: int, name: str) -> None:
-        """Set a Keras variable to the value of one rank."""
-
     def naming_lost_peers(self) -> contextlib.AbstractContextManager[None]:
         """Raise the library's own error if an operation fails because a rank is lost."""
         return contextlib.nullcontext()
@@ -351,9 +347,12 @@ def sum_number(value: float, name: str) -> float:
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Set Keras variables to the values of one rank."""
-    if current().size > 1:
-        for index, variable in enumerate(variables):
-            current().broadcast(variable, root_rank, f"hvd_estimators.broadcast.{index}")
+    ranks = current()
+    for index, variable in enumerate(variables if ranks.size > 1 else ()):
+        value = keras.ops.convert_to_numpy(variable.value)
+        own = np.frombuffer(value.tobytes() if ranks.rank == root_rank else b"", np.uint8)
+        received = ranks.gather(own, f"hvd_estimators.broadcast.{index}")
+        variable.assign(received.view(value.dtype).reshape(value.shape))
 
 
 class StatisticsAverager:

@@ -62,19 +62,6 @@ class HorovodCollectives(Collectives):
         gathered: Bytes = self._hvd.allgather(tf.constant(document), name=name).numpy()
         return gathered
 
-    def broadcast(self, variable: Any, root_rank: int, name: str) -> None:
-        """Set a Keras variable to the value of one rank."""
-        value = tf.convert_to_tensor(variable.value)
-        # Horovod does not support bfloat16, so the bits are sent as uint16.
-        is_bfloat16 = value.dtype == tf.bfloat16
-        received = self._hvd.broadcast(
-            tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
-            root_rank,
-            name=name,
-            ignore_name_scope=True,
-        )
-        variable.assign(tf.bitcast(received, tf.bfloat16) if is_bfloat16 else received)
-
     @contextlib.contextmanager
     def naming_lost_peers(self) -> Iterator[None]:
         """Raise Horovod's own error if one of its operations fails because a rank is lost.

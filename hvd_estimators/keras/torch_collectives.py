@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
@@ -50,13 +49,6 @@ class TorchCollectives(Collectives):
     def gather(self, document: Bytes, name: str) -> Bytes:
         """Return the concatenated bytes of all ranks."""
         return torch_collectives.gather_bytes(document, name)
-
-    def broadcast(self, variable: Any, root_rank: int, name: str) -> None:
-        """Set a Keras variable to the value of one rank."""
-        value = keras.ops.convert_to_numpy(variable.value)
-        document = np.frombuffer(value.tobytes() if self.rank == root_rank else b"", np.uint8)
-        received = self.gather(document, name).view(value.dtype)
-        variable.assign(received.reshape(value.shape))
 
 
 class TensorFlowCollectives(TorchCollectives):
