@@ -13,7 +13,7 @@ import torch
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, leave_to_ranks, log_untried
 from hvd_estimators.inference.errors import described
-from hvd_estimators.lightning.package import default_flavor, flavor_of
+from hvd_estimators.lightning.package import flavor_of
 from hvd_estimators.lightning.trainer_args import precision_of
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import (
@@ -141,7 +141,8 @@ def try_step(
     ShapeError
         If the step fails for a reason unrelated to the Trainer.
     """
-    flavor = flavor_of(module) or default_flavor()
+    flavor = flavor_of(module)
+    assert flavor is not None
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     parameters = inspect.signature(module.training_step).parameters
     if "dataloader_iter" in parameters:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.lightning.framework import LightningFramework
-from hvd_estimators.lightning.loggers import PROFILERS
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.summary import as_records
@@ -30,15 +28,6 @@ if TYPE_CHECKING:
     from hvd_estimators.lightning.signatures import LightningEstimatorSignatures
 else:
     LightningEstimatorSignatures = torch_estimator.TorchEstimator
-
-
-def _profiler(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value not in PROFILERS:
-        raise ParamError(
-            f"{name}: expected a Profiler or one of {', '.join(map(repr, PROFILERS))}, found "
-            f"{value!r}."
-        )
-    return value
 
 
 class LightningEstimator(LightningEstimatorSignatures):
@@ -89,8 +78,7 @@ class LightningEstimator(LightningEstimatorSignatures):
         "Steps between two records of the loggers.", default=50, convert=integer(1)
     )
     profiler = param(
-        "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
-        convert=_profiler,
+        "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs."
     )
     trainer_args = param(
         "Further arguments of Lightning's Trainer. They replace the estimator's arguments.",

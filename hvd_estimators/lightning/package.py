@@ -15,15 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvd_estimators._util.install_hints import INSTALL
-from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.exceptions import ParamError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Callback
@@ -76,24 +73,6 @@ FLAVORS = (
 )
 
 
-def default_flavor() -> Flavor:
-    """Return the package to use if the user's objects belong to neither package.
-
-    Raises
-    ------
-    DependencyError
-        If neither package is installed.
-    """
-    imported = [flavor for flavor in FLAVORS if sys.modules.get(flavor.name) is not None]
-    for flavor in imported or FLAVORS:
-        if importlib.util.find_spec(flavor.name.partition(".")[0]) is not None:
-            return flavor
-    raise DependencyError(
-        "hvd_estimators.lightning needs Lightning, which is not installed. "
-        f"Run: {INSTALL['lightning']}"
-    )
-
-
 def flavor_of(given: Any) -> Flavor | None:
     """Return the package that an object or class is derived from; None if neither."""
     for base in _kind(given).__mro__:
@@ -122,7 +101,7 @@ def is_lightning(given: Any, path: str) -> bool:
 
 
 def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
-    """Return the package that the objects belong to, or the default if they belong to neither.
+    """Return the package that the objects belong to, or the first if they belong to neither.
 
     Parameters
     ----------
@@ -145,7 +124,7 @@ def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
             f"{second.name}. Their classes do not work together: import both from {first.name}, or "
             f"both from {second.name}."
         )
-    return next(iter(found)) if found else default_flavor()
+    return next(iter(found), FLAVORS[0])
 
 
 @functools.cache

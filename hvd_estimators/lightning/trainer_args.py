@@ -11,7 +11,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.trial import traceless
 from hvd_estimators.lightning.loaders import BatchForm
-from hvd_estimators.lightning.loggers import quiet
+from hvd_estimators.lightning.loggers import PROFILERS, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.torch.sharding import ShardingOptions
 from hvd_estimators.training.spec import TrainSpec
@@ -207,10 +207,11 @@ def check_objects(loggers: Any, profiler: Any) -> None:
                 f"logger: expected Lightning's loggers, or False for none, found {entry!r}."
             )
     is_profiler = _is_instance(profiler, "profilers.Profiler")
-    if not (profiler is None or isinstance(profiler, str) or is_profiler):
+    is_name = isinstance(profiler, str) and profiler in PROFILERS
+    if not (profiler is None or is_profiler or is_name):
         raise ParamError(
-            "profiler: expected a Profiler of Lightning's, or 'simple', 'advanced' or 'pytorch', "
-            f"found {profiler!r}."
+            "profiler: expected a Profiler of Lightning's, or one of "
+            f"{', '.join(map(repr, PROFILERS))}, found {profiler!r}."
         )
 
 
