@@ -193,6 +193,9 @@ TORCH = {
     "early stopping: no validation": torch_row(
         "monitor of EarlyStopping", "Set validation", callbacks=[TorchEarlyStopping("val_loss")]
     ),
+    "buffer_reduction": torch_row(
+        "buffer_reduction", "the model has no buffer 'm'", buffer_reduction={"m": "max"}
+    ),
     "input_shapes: two": torch_row("input_shapes", "one shape per column", input_shapes=[[1], [1]]),
     "input_shapes: 3": torch_row(
         "input_shapes", "cannot be reshaped", ShapeError, input_shapes=[[3]]
@@ -257,6 +260,9 @@ KERAS = {
     ),
     "class_weight: labels": keras_row(
         "class_weight", "Set sample_weight_col", class_weight={0: 1.0}, label_cols=["y", "w"]
+    ),
+    "buffer_reduction": keras_row(
+        "buffer_reduction", "Leave it out", buffer_reduction={"m": "max"}
     ),
     "callbacks: a lock": keras_row(
         "callbacks",

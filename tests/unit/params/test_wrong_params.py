@@ -86,9 +86,6 @@ ALL = {
     "buffer_reduction: unknown": param(
         ParamError, "buffer_reduction", "expected one of 'mean', 'max'", buffer_reduction={"m": "x"}
     ),
-    "buffer_reduction: no buffer": param(
-        ParamError, "buffer_reduction", "the model has no buffer 'm'", buffer_reduction={"m": "max"}
-    ),
     "epochs: none": whole("epochs", 0, "1 or more"),
     "learning_rate: NaN": param(
         ParamError, "learning_rate", "expected a finite", learning_rate=float("nan")
