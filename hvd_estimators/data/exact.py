@@ -184,24 +184,3 @@ def check_labels(
                 param="label_cols",
                 column=name,
             )
-
-
-def check_ids(name: str, lowest: float, highest: float, rows: int) -> None:
-    """Check that the range of a column lies within the ids of an embedding.
-
-    Raises
-    ------
-    DataError
-        If the embedding lacks an id.
-    """
-    if lowest < 0 or highest >= rows:
-        raise DataError(unknown_ids(name, lowest, highest, rows), column=name)
-
-
-def unknown_ids(name: str, lowest: float, highest: float, rows: int) -> str:
-    """Return the message about ids that an embedding does not have."""
-    return (
-        f"The column {name!r} holds ids from {lowest:g} to {highest:g}, and the model's embedding "
-        f"of it has {rows} rows, for ids 0 to {rows - 1}. Give the embedding a row for each id: "
-        f"hvd_estimators.cardinalities(df, [{name!r}]) returns how many a StringIndexer made."
-    )

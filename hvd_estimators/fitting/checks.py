@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from hvd_estimators.data.exact import check_ids, check_labels, check_range, limits
+from hvd_estimators.data.exact import check_labels, check_range, limits
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 from hvd_estimators.fitting.framework import Framework
@@ -180,7 +180,7 @@ def check_weights(settings: Settings, manifest: DatasetManifest) -> None:
 
 
 def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -> None:
-    """Run the checks that need the trial: columns of classifiers, and ranges of labels and ids."""
+    """Run the checks that need the trial: columns of classifiers, and ranges of labels."""
     settings = framework.settings
     if shapes := trial.output_shapes:
         kind = settings.kind_of_outputs(shapes[0] if len(shapes) == 1 else None)
@@ -195,8 +195,6 @@ def check_trial(framework: Framework, trial: Trial, manifest: DatasetManifest) -
     for column in () if settings.makes_values else manifest.columns:
         if column.range is not None and column.name in trial.class_limits:
             check_labels(column.name, *column.range, *trial.class_limits[column.name])
-        if column.range is not None and column.name in trial.id_limits:
-            check_ids(column.name, *column.range, trial.id_limits[column.name])
     framework.check_trial(trial, manifest)
 
 

@@ -129,15 +129,12 @@ class Trial:
     takes_one_row : bool or None
         Whether the model can train on a batch of one row; batch normalization and squeezes may
         prevent this. None if unknown.
-    id_limits : mapping of str to int
-        Number of ids that an embedding has, by the column that it looks up.
     class_limits : mapping of str to (int, float or None)
         Number of classes, and the ignored number, by label of class numbers.
     """
 
     output_shapes: Sequence[tuple[int | None, ...]] | None = None
     takes_one_row: bool | None = None
-    id_limits: Mapping[str, int] = field(default_factory=dict)
     class_limits: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     predicted_shapes: Sequence[tuple[int | None, ...]] | None = None
 

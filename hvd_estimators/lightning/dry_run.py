@@ -22,7 +22,6 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     torch_traceless,
 )
-from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss_weights import as_stated
 from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec
@@ -171,7 +170,6 @@ def try_step(
         is_of_names = isinstance(error, AttributeError) and "'str' object" in str(error)
         if not is_of_names and leave_to_ranks(error):
             return LightningTrial()
-        reason = failed_lookup(lambda: run(trial, batch), _named(batch))
         advice = (
             "Set feature_cols and label_cols to the columns that it reads, or column_dtypes (such "
             "as {'label': 'int64'}) if it expects other dtypes."
@@ -183,7 +181,7 @@ def try_step(
             )
         raise ShapeError(
             f"The module's training_step failed on a batch of {_described(batch)} with "
-            f"{type(error).__name__}: {error}. {reason or advice}"
+            f"{type(error).__name__}: {error}. {advice}"
         ) from error
 
     def losses_of(part: slice) -> list[float | None]:

@@ -24,7 +24,6 @@ from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
@@ -199,19 +198,12 @@ def _not_taken(
     if tensors.input_form == "positional" and not _accepts(module, len(inputs)):
         shapes = (tuple(tensor.shape[1:]) for tensor in inputs)
         hint = matrix_hint(dict(zip(tensors.names(inputs), shapes, strict=True)))
-    failed = (
-        f"The model cannot take the feature columns. It was called with {given} and raised "
-        f"{type(error).__name__}: {error}."
-    )
-    columns = tensors.named(inputs)
-    reason = failed_lookup(lambda: tensors.call(module, inputs), columns)
-    if reason is not None:
-        return f"{failed} {reason}"
     return (
-        f"{failed} Set feature_cols in the order of the model's inputs, "
+        f"The model cannot take the feature columns. It was called with {given} and raised "
+        f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
         "input_shapes (such as [[-1, 1]]) if it expects other shapes, or column_dtypes (such as "
-        "{'features': 'float64'}) if it expects other types. input_form='dict' or 'keyword' "
-        f"passes the columns by name.{hint}"
+        "{'features': 'float64'}, or 'int64' for ids of an embedding) if it expects other types. "
+        f"input_form='dict' or 'keyword' passes the columns by name.{hint}"
     )
 
 

@@ -49,7 +49,6 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     with_any_size,
 )
-from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.loss import ignored_class, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
@@ -185,15 +184,8 @@ class TorchFramework(Framework):
 
         def call(rows: int) -> Callable[[Any], Any]:
             inputs = tensors.inputs(settings.delivered(repeated(columns, rows)))
+            return lambda module: tensors.call(module, inputs)
 
-            def run(module: torch.nn.Module) -> None:
-                with Lookups(tensors.named(inputs)) as lookups:
-                    tensors.call(module, inputs)
-                id_limits.update(lookups.id_limits)
-
-            return run
-
-        id_limits: dict[str, int] = {}
         one_row = takes_one_row(settings.model, call(1), [call(2), call(3)])
         found: Sequence[tuple[int | None, ...]] = tried or shapes or ()
         predicted = None
@@ -211,7 +203,7 @@ class TorchFramework(Framework):
             # A function or a model that needs labels does not predict.
             with contextlib.suppress(HvdEstimatorsError):
                 predicted = with_singles({ROWS: features})  # type: ignore[dict-item]
-        return Trial(found or None, one_row, id_limits, predicted_shapes=predicted)
+        return Trial(found or None, one_row, predicted_shapes=predicted)
 
     def check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         settings = self.settings

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hvd_estimators.data.exact import check_labels
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
@@ -154,30 +153,6 @@ class Loss(LossParts):
                 f"{len(parts)} labels. Their gradients are divided by one number."
             )
         return parts
-
-    def check_targets(
-        self,
-        names: Sequence[str],
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-    ) -> None:
-        """Check that class indices are classes of their outputs, after a loss has failed.
-
-        Raises
-        ------
-        DataError
-            If a label is no class.
-        """
-        for name, function, output, label in zip(
-            names, self.functions, outputs, labels, strict=False
-        ):
-            if not takes_class_indices(function) or label.is_floating_point():
-                continue
-            ignored = ignored_class(function)
-            targets = label[label != ignored]
-            if targets.numel() and output.dim() > 1:
-                ends = targets.min().item(), targets.max().item()
-                check_labels(name, *ends, output.shape[1], ignored)
 
     @property
     def has_one_denominator(self) -> bool:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.torch.collectives import current
-from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
     Loss,
@@ -319,15 +318,7 @@ class RankObjective:
         """
         if weights is not None:
             batch = self._with_class_weights(batch)
-        try:
-            raw = self.tensors.call(module, batch.inputs)
-        except (IndexError, RuntimeError) as error:
-            columns = self.tensors.named(batch.inputs)
-            reason = failed_lookup(lambda: self.tensors.call(module, batch.inputs), columns)
-            if reason is None:
-                raise
-            raise DataError(reason) from error
-        return self.evaluated(raw, batch, weights)
+        return self.evaluated(self.tensors.call(module, batch.inputs), batch, weights)
 
     def evaluated(self, raw: Any, batch: Batch, weights: StepWeights | None = None) -> Evaluation:
         """Return the evaluation of what the module returned for a batch; see `evaluate`."""
@@ -443,12 +434,7 @@ class RankObjective:
             return self.loss.parts(
                 batch.rows, outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights
             )
-        try:
-            return self.loss.parts(outputs, labels, weights)
-        except (IndexError, RuntimeError):
-            if isinstance(outputs, (list, tuple)):
-                self.loss.check_targets(self.tensors.label_cols, outputs, labels)
-            raise
+        return self.loss.parts(outputs, labels, weights)
 
 
 def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.Tensor:

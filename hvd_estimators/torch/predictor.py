@@ -15,12 +15,11 @@ import torch
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import PredictionError, ShapeError
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
-from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import (
@@ -235,17 +234,7 @@ class TorchPredictor(FrameworkPredictor):
         return self._spec.call(self._module, inputs)
 
     def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        try:
-            raw = self._call(inputs)
-        except (IndexError, RuntimeError) as error:
-            # torch's errors about ids; without them, another call would tell nothing.
-            if not isinstance(error, IndexError) and "indices" not in str(error):
-                raise
-            columns = self._spec.named(inputs)
-            reason = failed_lookup(lambda: self._call(inputs), columns)
-            if reason is None:
-                raise
-            raise PredictionError(f"The model failed on some rows. {reason}") from error
+        raw = self._call(inputs)
         return require_tensors(self._spec.select(raw), raw)
 
     def _expected_inputs(self) -> str:

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAUROC
 
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -162,7 +162,7 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
         model.evaluate(held_out.withColumn("w", F.array("w")))
     with pytest.raises(ParamError, match="foreachBatch"):
         model.evaluate(spark.readStream.format("rate").load())
-    with pytest.raises(DataError, match="kind holds 7; the model's 3 outputs are classes 0 to 2"):
+    with pytest.raises(PredictionError, match="Target 7 is out of bounds"):
         model.evaluate(held_out.withColumn("kind", F.lit(7)))
     # Other metrics than in training.
     others = model.copy().setMetrics([[functional.cross_entropy, functional.mse_loss]])

@@ -1,8 +1,7 @@
-"""Labels that are no classes, and ids that an embedding does not have."""
+"""Labels that are no classes."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from backends import InProcessBackend
 from parquet_files import write_columns
 
-from hvd_estimators.exceptions import DataError, ParamError, PredictionError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.torch import TorchEstimator
 
 ROWS = 40
@@ -84,51 +83,7 @@ def test_the_ignored_label_is_no_class(store: Any) -> None:
         estimator(store, loss=loss, class_weight={3: 2.0}).fit_on_parquet()
 
 
-def shifted(columns: Any, name: str, by: int) -> Any:
-    """Change a column of the ranks' rows, whose range the driver does not know."""
-    changed = np.where(columns["kind"] == 4, columns[name] + by, columns[name])
-    return {**columns, name: changed}
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ("label", OUTSIDE.format("7")),
-        ("kind", r"column 'kind' holds ids from \d to 9, and .* has 5 rows, for ids 0 to 4"),
-    ],
-)
-def test_a_rank_names_labels_and_ids_of_unknown_ranges(
-    store: Any, column: str, message: str
-) -> None:
-    write(store, [0, 1, 4], [2])
-    transformation = functools.partial(shifted, name=column, by=5)
-
-    dtypes = {"kind": "int64", "label": "int64"}
-    fitting = estimator(store, transformation_batch_fn=transformation, column_dtypes=dtypes)
-    with pytest.raises(DataError, match=message):
-        fitting.fit_on_parquet()
-
-
-def test_ids_that_an_embedding_lacks_are_found_before_training(store: Any) -> None:
-    write(store, [0, 1, 5], [0])
-
-    with pytest.raises(DataError, match=r"'kind' holds ids from 0 to 5, .*cardinalities\(df"):
-        estimator(store).fit_on_parquet()
-
-    assert launches(store) == []
-
-
-def test_a_prediction_names_the_column_and_its_range(store: Any) -> None:
+def test_the_error_of_an_embedding_of_floats_names_the_type_to_set(store: Any) -> None:
     write(store, [0, 4], [0])
-    document, load = estimator(store).fit_on_parquet()._make_predictor()
-
-    with pytest.raises(PredictionError, match=r"'kind' holds ids from -1 to 3, .*has 5 rows"):
-        load(document)([np.array([3, -1, 0])])
-
-
-def test_an_embedding_of_floats_names_its_column(store: Any) -> None:
-    write(store, [0, 4], [0])
-    with pytest.raises(
-        ShapeError, match=r"the column 'kind' is float32. Set column_dtypes=\{'kind': 'int64'\}"
-    ):
+    with pytest.raises(ShapeError, match=r"kind \(\d+,\) float32 .*'int64' for ids of an"):
         estimator(store, column_dtypes={}).fit_on_parquet()
