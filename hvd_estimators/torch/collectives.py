@@ -21,7 +21,6 @@ from hvd_estimators.torch.process_group import (
     leave_replaceable_group,
 )
 from hvd_estimators.torch.sharding import is_sharded, local_part
-from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
@@ -32,7 +31,6 @@ class _Active:
     """The collectives of this process."""
 
     collectives: Collectives | None = None
-    lifetime = contextlib.ExitStack()
 
 
 def current() -> Collectives:
@@ -88,11 +86,9 @@ def session(
     if leave_replaceable_group():
         # `connect` makes another group.
         _Active.collectives = None
-        _Active.lifetime.close()
     with (
         connected(kind, mp_start_method, ranks, use_gpu) as collectives,
         using(collectives),
-        synchronizing_on_cpus(),
         naming_lost_ranks(),
     ):
         yield collectives
@@ -106,7 +102,6 @@ def connect() -> None:
     if _Active.collectives is None:
         kind, _ = choose_collectives("auto")
         _Active.collectives = connect_until_replaced(kind)
-        _Active.lifetime.enter_context(synchronizing_on_cpus())
 
 
 def gather_bytes(document: Bytes, name: str) -> Bytes:

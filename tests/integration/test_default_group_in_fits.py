@@ -1,4 +1,4 @@
-"""Users' functions, modules and callbacks use the default process group in fits of two ranks."""
+"""Users' steps, modules and callbacks use the default process group in fits of two ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ ROWS, BATCH = 41, 8
 LIBRARIES = ("horovod", "torch")
 
 
-def normalizing_net() -> torch.nn.Sequential:
-    first, *others = make_net()
-    return torch.nn.Sequential(first, torch.nn.BatchNorm1d(8), *others)
-
-
 def train_alone(columns: dict[str, np.ndarray]) -> torch.nn.Sequential:
-    """Train with plain batch normalization over the global batches."""
-    net = normalizing_net()
+    """Train on the global batches."""
+    net = make_net()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     for rows in 2 * global_batches(ROWS, 2, BATCH):
         output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
@@ -83,11 +78,11 @@ def step_by_hand(
 @pytest.mark.parametrize(
     ("library", "step"), [("horovod", None), ("torch", None), ("torch", step_by_hand)]
 )
-def test_modules_callbacks_and_metrics_use_the_default_group(
+def test_steps_callbacks_and_metrics_use_the_default_group(
     backend: Any, store: Any, tmp_path: Path, library: str, step: Any
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
-    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(normalizing_net())
+    net = make_net()
     model, _ = fit(
         store,
         2,
@@ -117,12 +112,8 @@ def test_modules_callbacks_and_metrics_use_the_default_group(
     assert list(values) == pytest.approx([error] * 2, rel=1e-4)
 
 
-class Normalizing(Regression):
-    """Module whose layers the Trainer synchronizes."""
-
-    def __init__(self) -> None:
-        super().__init__("sgd")
-        self.net = normalizing_net()
+class Exchanging(Regression):
+    """Module whose step counts the rows of all ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         errors = (self(batch["features"]) - batch["label"]) ** 2
@@ -136,17 +127,9 @@ class Normalizing(Regression):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_lightning_synchronizes_batch_normalization(backend: Any, store: Any, library: str) -> None:
+def test_lightning_modules_use_the_default_group(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     model = fit_lightning(
-        backend,
-        store,
-        model=Normalizing(),
-        trainer_args={"sync_batchnorm": True},
-        batch_size=BATCH,
-        epochs=2,
-        collectives=library,
+        backend, store, model=Exchanging("sgd"), batch_size=BATCH, epochs=2, collectives=library
     )
-    trained = model.getModel().net
-    assert_same_state(trained, train_alone(columns))
-    assert not isinstance(trained[1], torch.nn.SyncBatchNorm)
+    assert_same_state(model.getModel().net, train_alone(columns))
