@@ -16,31 +16,22 @@ Runs on the ranks; imports no framework.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from hvd_estimators.exceptions import NotFiniteError, TrainingInterruptedError
 from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_unheard
-from hvd_estimators.launch.rank.hang_detection import seconds_without_progress
 from hvd_estimators.launch.rank.preemption import watching
 from hvd_estimators.training.object_collectives import ObjectExchange
-from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
 # A sum over the ranks, to agree on stop requests, at most about this often.
 _SECONDS_BETWEEN = 1.0
-
-# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
-# lost.
-_SECONDS_HUNG = 8.0
 
 # The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
 _MOST_STEPS = 2**16
@@ -240,15 +231,12 @@ class StopRequest:
         self._stack = contextlib.ExitStack()
         self._distance = self._left = 1
         self._agreed_at = time.monotonic()
-        self._settled = threading.Event()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(ValueError):  # this is not the main thread
                 before = signal.signal(signal.SIGTERM, self._on_sigterm)
                 stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
-                self._settled.clear()
-                stack.enter_context(_ending_if_hung(self._settled))
                 stack.enter_context(asking_for_grace())
             self._stack = stack.pop_all()
         self._agreed_at = time.monotonic()
@@ -282,7 +270,6 @@ class StopRequest:
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
         if num_requests:
-            self._settled.set()
             mute_if_unheard()
         return num_requests > 0
 
@@ -290,75 +277,6 @@ class StopRequest:
         self._is_stop_requested = True
         # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
-
-
-@contextlib.contextmanager
-def _ending_if_hung(settled: threading.Event) -> Iterator[None]:
-    """End this process if it makes no progress after SIGTERM, as in a call that never returns.
-
-    Python calls its signal handlers between two bytecode instructions. If the main thread waits
-    in a call of Horovod, no handler runs. In all cases Python writes the signal's number to a pipe,
-    and a thread reads from that pipe.
-
-    Parameters
-    ----------
-    settled : threading.Event
-        Set when the ranks have agreed to stop. The actions after that, such as a checkpoint, may
-        take longer.
-    """
-    main = threading.get_ident()
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while numbers := os.read(reading, 512):
-            if before != -1:
-                with contextlib.suppress(OSError):
-                    os.write(before, numbers)
-            if signal.SIGTERM in numbers:
-                break
-        else:
-            return
-        asked_at = time.monotonic()
-        deadline = asked_at + _SECONDS_HUNG
-        while not settled.wait(max(deadline - time.monotonic(), 0)):
-            now = time.monotonic()
-            last = now - seconds_without_progress()
-            if last <= asked_at:
-                _end_by_sigterm(main)
-            deadline = max(last + _SECONDS_HUNG, now + 0.5)
-
-    thread = threading.Thread(target=watch, name="hvd_estimators SIGTERM", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        settled.set()
-        os.close(writing)
-        thread.join()
-        os.close(reading)
-
-
-def _end_by_sigterm(main: int) -> NoReturn:
-    """End this process by SIGTERM, from a thread other than the main thread."""
-    with contextlib.suppress(OSError, ValueError):  # There may be no reader.
-        mute_if_unheard()
-        print(
-            f"Asked to end (SIGTERM), and no progress for {_SECONDS_HUNG:g} s. This process ends "
-            f"in:\n{stack_of(main)}",
-            file=sys.stderr,
-            flush=True,
-        )
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        # Python can set handlers only in the main thread.
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.0)
-    os._exit(128 + signal.SIGTERM)
 
 
 def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
