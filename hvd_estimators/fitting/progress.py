@@ -28,7 +28,6 @@ from hvd_estimators.launch.service.events import (
     RankMessage,
     RankOutput,
     RankProgress,
-    RankWaiting,
 )
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
 from hvd_estimators.store.paths import Position
@@ -43,8 +42,6 @@ _LATE_SECONDS = 3.0
 # Without such a row, a long epoch gets a line this often.
 _LINE_SECONDS = 60.0
 _BAR_COLUMNS = 100
-# Share of a step that ranks wait for each other, above which a warning is logged.
-_MUCH_WAITING = 0.5
 # A rank reports short epochs only at their ends, so tqdm's rate would be meaningless.
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
@@ -285,22 +282,19 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
     """
     # The ranks' events arrive in other threads. A notebook needs the context of the cell's thread.
     context = contextvars.copy_context()
-    waiting = StepWaiting(spec.run.run_id, spec.data.num_ranks)
     losses = _Losses(spec.run.run_id)
     if spec.verbose <= 0:
 
         def handle_quietly(event: Event) -> None:
             if isinstance(event, RankProgress):
                 losses.add(event)
-            elif isinstance(event, RankWaiting):
-                waiting.add(event)
             print_event(event)
 
         yield lambda event: context.copy().run(handle_quietly, event)
         return
     if newest is not None:
         _write_line(_resuming(spec, newest))
-    with contextlib.closing(_Display(spec, waiting)) as shown:
+    with contextlib.closing(_Display(spec)) as shown:
 
         def handle(event: Event) -> None:
             if isinstance(event, LaunchStart):
@@ -309,8 +303,6 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
                 shown.finish_launch()
                 shown.show(event)
                 losses.add(event)
-            elif isinstance(event, RankWaiting):
-                waiting.add(event)
             elif isinstance(event, RankOutput):
                 _write(event.text(), sys.stderr)
             elif isinstance(event, RankMessage):
@@ -333,9 +325,8 @@ class _Display:
     _launch: StageRow
     _num_ranks: int
 
-    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
+    def __init__(self, spec: TrainSpec) -> None:
         self._name = spec.run.run_id
-        self._waiting = waiting
         self._has_name = False
         self._is_launched = False
         self._row = _row()
@@ -359,7 +350,6 @@ class _Display:
         """Show a launch; the row of the first one is there already."""
         with self._lock:
             if self._is_launched:
-                self._waiting.restart(num_ranks)
                 self._launch.close()
                 self._start_launch(num_ranks)
             self._is_launched = True
@@ -379,8 +369,7 @@ class _Display:
             _write_line(f"{title}: {_describe(event)}")
             self._next_line = now + _LINE_SECONDS
         elif now >= self._next_line and not self._row.is_live:
-            parts = [f"step {event.step:,} of {event.steps:,}", self._waiting.text()]
-            _write_line(f"{title}: {', '.join(filter(None, [*parts, _describe(event)]))}")
+            _write_line(f"{title}: step {event.step:,} of {event.steps:,}, {_describe(event)}")
             self._next_line = now + _LINE_SECONDS
         if self._row.is_live:
             self._row.set(self._bar(event, title, now))
@@ -460,71 +449,4 @@ class _Losses:
             self._run_id,
             event.epoch + 1,
             loss,
-        )
-
-
-class StepWaiting:
-    """Newest step times of each rank, their text for the display, and one warning per fit.
-
-    Parameters
-    ----------
-    run_id : str
-        The run, for the warning.
-    num_ranks : int
-        Number of ranks of the launch.
-    """
-
-    def __init__(self, run_id: str, num_ranks: int) -> None:
-        self._run_id = run_id
-        self._num_ranks = num_ranks
-        self._newest: dict[int, RankWaiting] = {}
-        self._has_warned = False
-
-    def add(self, event: RankWaiting) -> None:
-        """Add a rank's report; log a warning if ranks wait for most of a step."""
-        if event.steps <= 0 or event.seconds <= 0:
-            return
-        self._newest[event.rank] = event
-        # A rank that has not reported yet may be the slow one.
-        is_complete = len(self._newest) >= self._num_ranks
-        if not self._has_warned and is_complete and self._share() > _MUCH_WAITING:
-            self._has_warned = True
-            logger.warning("Run %r: %s. %s", self._run_id, self.text(), self._cause())
-
-    def restart(self, num_ranks: int) -> None:
-        """Forget the reports of earlier ranks, when ranks are launched again."""
-        self._num_ranks = num_ranks
-        self._newest.clear()
-
-    def text(self) -> str:
-        """Return the time of a step, and the share that ranks wait; empty without reports."""
-        if not self._newest:
-            return ""
-        events = self._newest.values()
-        seconds = sum(event.seconds for event in events) / sum(event.steps for event in events)
-        text = f"{seconds:.3g} s per step"
-        if not any(event.waited for event in events):
-            return text
-        return f"{text}, {100 * self._share():.0f} % of it waiting for other ranks"
-
-    def _share(self) -> float:
-        """Return the mean share of the ranks, without the one that waits least."""
-        shares = sorted(event.waited / event.seconds for event in self._newest.values())
-        waiting = shares[1:] or shares
-        return sum(waiting) / len(waiting)
-
-    def _cause(self) -> str:
-        least = min(self._newest.values(), key=lambda event: event.waited / event.seconds)
-        share = least.waited / least.seconds
-        if share < _MUCH_WAITING / 2:
-            return (
-                f"Rank {least.rank} on {least.host} waits least ({100 * share:.0f} %): the others "
-                "wait for it. See what else runs on that machine, how fast it reads its rows, and "
-                "whether its rows take longer than others."
-            )
-        return (
-            f"Also the rank that waits least, rank {least.rank} on {least.host}, waits "
-            f"{100 * share:.0f} %: the network between the hosts is probably slow. "
-            "'hvd-estimators doctor --cluster' checks it. To reduce traffic, use larger batches, "
-            "gradient_compression or backward_passes_per_step."
         )

@@ -120,14 +120,6 @@ class EpochRecorder(Checkpoint):
         if self._progress.count_step():
             self._progress.step(batch_idx + 1, self._losses[0].as_dict("loss"))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude a validation from the times of steps."""
-        self._progress.step_times.pause()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the times of steps."""
-        self._progress.step_times.resume()
-
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -156,7 +148,6 @@ class EpochRecorder(Checkpoint):
                 f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
-        self._progress.step_times.pause()
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}

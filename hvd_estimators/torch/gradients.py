@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.torch.sharding import is_sharded
-from hvd_estimators.training.progress import add_waiting
 from hvd_estimators.training.spec import named_weights
 
 logger = logging.getLogger(__name__)
@@ -307,10 +305,8 @@ class GradientAverager:
         if not self._alone:
             while self._launched < len(self._buckets):
                 self._launch()
-            started = time.perf_counter()
             for bucket in self._buckets:
                 bucket.finish()
-            add_waiting(time.perf_counter() - started)
             self._launched = 0
         self._averaged.update(self._bucket_of)
         self._pending = self._in_pass = False

@@ -1,16 +1,10 @@
-"""Progress reports of a rank to the driver, and warnings if a rank makes no progress.
-
-The reports include the time that a rank waits for the other ranks within its steps. Ranks wait
-where they average gradients. Only the difference between ranks shows the cause: a slow rank waits
-least, and on a slow network all ranks wait.
-"""
+"""Progress reports of a rank to the driver, and warnings if a rank makes no progress."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -30,7 +24,6 @@ from hvd_estimators.launch.service.events import (
     RankEpoch,
     RankOutput,
     RankProgress,
-    RankWaiting,
 )
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
@@ -43,9 +36,6 @@ _FRAMES = 8
 
 # Time between two reports to the driver.
 _REPORT_SECONDS = 0.25
-
-WINDOW_SECONDS = 60.0
-"""Training time between two reports of a rank."""
 
 
 @contextlib.contextmanager
@@ -99,74 +89,6 @@ def notify_driver(line: str, verbose: int, rank: int = 0) -> None:
             sender.send(RankOutput(rank, f"{line}\n"))
 
 
-class _Waited:
-    """Seconds that this process has waited for other ranks."""
-
-    seconds = 0.0
-
-
-def add_waiting(seconds: float) -> None:
-    """Add time that this rank has waited for other ranks."""
-    _Waited.seconds += seconds
-
-
-class StepTimes:
-    """Times of this rank's steps, reported to the driver about once per minute of training.
-
-    Validation, checkpoints at the end of an epoch and the start of the ranks do not count.
-
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._resumed_at: float | None = None
-        self._reset()
-
-    def resume(self) -> None:
-        """Record that the steps of an epoch begin."""
-        self._resumed_at = time.monotonic()
-        self._waited_before = _Waited.seconds
-
-    def pause(self) -> None:
-        """Record that the steps of an epoch have ended."""
-        if self._resumed_at is not None:
-            self._add(time.monotonic())
-            self._resumed_at = None
-
-    def step(self) -> None:
-        """Count a step, and report the window if it has ended. Cheap enough for every step."""
-        if self._resumed_at is None:
-            return
-        self._steps += 1
-        now = time.monotonic()
-        if now - self._resumed_at + self._seconds < WINDOW_SECONDS:
-            return
-        self._add(now)
-        event = RankWaiting(
-            self._rank, socket.gethostname(), self._steps, self._seconds, self._waited
-        )
-        self._reset()
-        # At most one connection per rank and minute, also of a thousand ranks.
-        if int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
-            with contextlib.closing(EventSender()) as sender:
-                sender.send(event)
-        self.resume()
-
-    def _add(self, now: float) -> None:
-        assert self._resumed_at is not None
-        self._seconds += now - self._resumed_at
-        self._waited += _Waited.seconds - self._waited_before
-        self._resumed_at, self._waited_before = now, _Waited.seconds
-
-    def _reset(self) -> None:
-        self._steps = 0
-        self._seconds = self._waited = 0.0
-
-
 class Progress:
     """Reports rank 0's steps and epochs to the driver, as a context manager on every rank.
 
@@ -179,11 +101,6 @@ class Progress:
         The training job; if its ``verbose`` is 0, only epoch records are sent.
     rank : int
         This rank.
-
-    Attributes
-    ----------
-    step_times : StepTimes
-        Times of the steps, and of waiting for other ranks.
     """
 
     def __init__(self, spec: TrainSpec, rank: int) -> None:
@@ -198,7 +115,6 @@ class Progress:
         self._started = self._reported = 0.0
         self._rows_after = spec.data.rows_after
         self._train_seconds: float | None = None
-        self.step_times = StepTimes(rank)
 
     def __enter__(self) -> Self:
         if self._sender is not None:
@@ -223,12 +139,10 @@ class Progress:
         self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
         self._train_seconds = None
-        self.step_times.resume()
 
     def end_training(self) -> None:
         """Record the time at which the epoch's last step ended, before any validation."""
         self._train_seconds = time.monotonic() - self._started
-        self.step_times.pause()
 
     @property
     def rows_per_second(self) -> float:
@@ -242,7 +156,6 @@ class Progress:
         this method after each step.
         """
         made_progress()
-        self.step_times.step()
         if self._sender is None or not self._is_shown:
             return False
         return time.monotonic() - self._reported > _REPORT_SECONDS

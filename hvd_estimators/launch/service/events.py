@@ -172,34 +172,7 @@ class LaunchStart:
     num_ranks: int
 
 
-@dataclass(frozen=True)
-class RankWaiting:
-    """Step times of a rank; each rank reports them once per minute of training.
-
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    host : str
-        Name of the rank's machine.
-    steps : int
-        Number of steps since the previous report.
-    seconds : float
-        Time of these steps.
-    waited : float
-        Part of that time in which the rank waited for other ranks.
-    """
-
-    kind: ClassVar[str] = "waiting"
-
-    rank: int
-    host: str
-    steps: int
-    seconds: float
-    waited: float
-
-
-Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | RankWaiting | LaunchStart
+Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | LaunchStart
 
 
 Handler = Callable[[Event], None]
