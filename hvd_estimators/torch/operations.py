@@ -7,23 +7,14 @@ operations in the same order.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-import math
-import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.distributed_c10d
 
 from hvd_estimators.exceptions import CollectiveError
-from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
-
-logger = logging.getLogger(__name__)
 
 # The module does not declare its names for type checkers.
 c10d: Any = torch.distributed.distributed_c10d
@@ -45,12 +36,6 @@ _OPS = {
     "max": c10d.ReduceOp.MAX,
 }
 
-MOST_SECONDS = 365 * 86400.0
-"""Time limit of operations for Gloo and NCCL, because a rank may read, validate or save for long.
-`hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead."""
-
-# A rank that waits for this time publishes the number of the operation that it waits for.
-_PUBLISH_SECONDS = 5.0
 # Up to these bytes of all ranks, Gloo gathers a tensor instead of reducing it: in half the steps.
 _MOST_DIRECT_BYTES = 2**18
 
@@ -84,9 +69,6 @@ class Collectives:
         The library's name in messages.
     uses_nccl : bool
         Whether NCCL reduces on GPUs.
-    store : torch.distributed.Store or None
-        Names the ranks that do not take part in an operation. None if Horovod names them, or if
-        nothing connects the ranks but their group.
 
     Attributes
     ----------
@@ -100,16 +82,11 @@ class Collectives:
 
     base_store: Any = None
 
-    def __init__(
-        self, group: Any, places: Places, library: str, uses_nccl: bool, store: Any = None
-    ) -> None:
+    def __init__(self, group: Any, places: Places, library: str, uses_nccl: bool) -> None:
         self._group = group
         self.rank, self.size, self.local_rank, self.local_size, self.node_rank = places
         self.library, self.uses_nccl = library, uses_nccl
-        self._store = store
         self._is_horovod = library == "Horovod"
-        self._numbers = itertools.count()
-        self._warn_after, self._end_after = hold_up_limits(os.environ)
 
     def reduce(self, tensor: torch.Tensor, op: str, name: str = "reduce") -> torch.Tensor:
         """Return a tensor's reduction over the ranks."""
@@ -193,13 +170,13 @@ class Collectives:
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self._waiting(self._group.allreduce([tensor], options), tensor, name)
+        return self._waiting(self._group.allreduce([tensor], options), name)
 
     def _broadcast(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self._group.broadcast([tensor], options)
-        return self._waiting(work, tensor, name)
+        return self._waiting(work, name)
 
     def _gather_equal(
         self, tensor: torch.Tensor, name: str
@@ -208,7 +185,7 @@ class Collectives:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
         work = self._group.allgather([parts], [tensor])
-        wait = self._waiting(work, tensor, name)
+        wait = self._waiting(work, name)
 
         def finish() -> Sequence[torch.Tensor]:
             wait()
@@ -228,58 +205,17 @@ class Collectives:
         parts = self._gather_equal(padded, name)()
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
-    def _waiting(self, work: Any, tensor: torch.Tensor, name: str) -> Callable[[], None]:
-        """Return a function that waits for an operation and holds its tensor until then."""
+    def _waiting(self, work: Any, name: str) -> Callable[[], None]:
+        """Return a function that waits for an operation, which holds its tensors."""
         if self._is_horovod:
             waits: Callable[[], None] = work.wait
             return waits
-        number = next(self._numbers)
 
         def wait() -> None:
             with naming_lost_ranks(name):
-                if self._waits_on_gpu(tensor):
-                    work.wait()
-                else:
-                    self._wait(work, number, name)
+                work.wait()
 
         return wait
-
-    def _wait(self, work: Any, number: int, name: str) -> None:
-        """Wait for an operation of Gloo, and report the ranks that do not take part in it."""
-        started = time.monotonic()
-        warn_after = self._warn_after
-        published = min(_PUBLISH_SECONDS, warn_after / 2, self._end_after / 2)
-        if _is_done(work, MOST_SECONDS if self._store is None else published):
-            return
-        self._store.set(f"waits/{self.rank}", str(number))
-        while True:
-            left = min(warn_after, self._end_after) - (time.monotonic() - started)
-            if _is_done(work, max(left, published)):
-                return
-            seconds = time.monotonic() - started
-            absent = [rank for rank in range(self.size) if not self._waits(rank, number)]
-            if seconds >= self._end_after and absent:
-                raise CollectiveError(
-                    "\n".join(not_taking_part(rank, name, seconds) for rank in absent)
-                )
-            if seconds >= warn_after and absent:
-                warn_after = math.inf
-                logger.warning("%s", " ".join(not_taking_part(r, name, seconds) for r in absent))
-
-    def _waits(self, rank: int, number: int) -> bool:
-        key = f"waits/{rank}"
-        return self._store.check([key]) and self._store.get(key) == str(number).encode()
-
-
-def _is_done(work: Any, seconds: float) -> bool:
-    """Wait for an operation, and return whether it has ended in time; raises its error."""
-    try:
-        work.wait(timedelta(seconds=min(seconds, MOST_SECONDS)))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
 
 
 @contextlib.contextmanager
@@ -296,7 +232,7 @@ def naming_lost_ranks(name: str | None = None) -> Iterator[None]:
             raise
         what = "An operation of torch.distributed" if name is None else repr(name)
         raise CollectiveError(
-            f"{what} failed, probably because another rank has ended: {error}"
+            f"{what} failed, probably because another rank has ended or hangs: {error}"
         ) from error
 
 

@@ -23,9 +23,9 @@ import torch.distributed
 from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.gpus import gpu_index, own_gpu
-from hvd_estimators.launch.rank.hang_detection import hold_up_limits
+from hvd_estimators.launch.rank.hang_detection import hold_up_limit
 from hvd_estimators.launch.rendezvous.client import RankClient
-from hvd_estimators.torch.operations import MOST_SECONDS, Collectives, Places, naming_lost_ranks
+from hvd_estimators.torch.operations import Collectives, Places, naming_lost_ranks
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 from hvd_estimators.training.collectives_choice import require_horovod
 from hvd_estimators.training.horovod_session import check_ranks, horovod_session, set_start_method
@@ -33,7 +33,8 @@ from hvd_estimators.training.horovod_session import check_ranks, horovod_session
 # The module does not declare its names for type checkers.
 dist: Any = torch.distributed
 
-_END_LATER_SECONDS = 30.0
+# Gloo and NCCL need a limit, and a rank may read, validate or save for long.
+_MOST_SECONDS = 365 * 86400.0
 
 # Each group of this process has its own keys. All ranks count alike.
 _numbers = itertools.count()
@@ -122,9 +123,9 @@ def _connect(kind: str, use_gpu: bool = True) -> Collectives:
             f"collectives: this program's default process group is {dist.get_backend()!r}, which "
             "has no operations on CPUs. Make it by init_process_group('cpu:gloo,cuda:nccl')."
         )
-    base_store = _base_store(is_horovod, client, places) if is_own or client is not None else None
-    store = None
-    if base_store is not None:
+    base_store, store = None, None
+    if is_own:
+        base_store = _base_store(is_horovod, client, places)
         store = dist.PrefixStore(f"hvd_estimators/{kind}/{next(_numbers)}", base_store)
     if is_horovod:
         # Registers the backend, whose groups of Gloo beside it meet at the store.
@@ -142,7 +143,7 @@ def _connect(kind: str, use_gpu: bool = True) -> Collectives:
         places = Places(dist.get_rank(), dist.get_world_size(), *places[2:])
         uses_nccl = "nccl" in dist.get_backend()
         group = dist.group.WORLD
-        collectives = Collectives(group, places, "torch.distributed", uses_nccl, store)
+        collectives = Collectives(group, places, "torch.distributed", uses_nccl)
     # Without this reference, C++ code would not find the methods of a Python store.
     collectives.base_store = base_store
     return collectives
@@ -197,9 +198,7 @@ def _make_group(store: Any, places: Places, use_gpu: bool) -> None:
     given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
     seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
     connected: concurrent.futures.Future[None] = concurrent.futures.Future()
-    _, end_after = hold_up_limits(os.environ)
-    # Operations of this package end before that, with the names of the absent ranks.
-    limit = min(end_after + _END_LATER_SECONDS, MOST_SECONDS)
+    limit = min(hold_up_limit(os.environ), _MOST_SECONDS)
 
     def connect() -> None:
         try:

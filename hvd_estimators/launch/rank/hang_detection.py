@@ -6,10 +6,10 @@ There are three cases, each with its own limit:
   the process from ``/proc``, and the rank counts as failed after 60 s. Slow or debugged processes,
   and processes of sleeping machines or paused containers, have other states.
 - One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
-  whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
-  if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
-  stopped processes. A fit that relaunches lost ranks sets it for Horovod, through `STALL_VARIABLE`.
-  That limit is longer than any first batch, validation or checkpoint should take. Without it a hang
+  whose first batch or validation takes long. Horovod warns after a minute. Horovod and torch end
+  the ranks only if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also
+  the limit for stopped processes. A fit that relaunches lost ranks sets it, through
+  `STALL_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should take. Without it a hang
   would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
   Therefore trainers record progress with each batch, step and epoch, and the parent counts the
@@ -41,9 +41,7 @@ HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
 """Environment variable of ranks: seconds a rank may train without progress; 0 means no limit."""
 
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
-_HOROVODS_CHECK_SECONDS = 60
 # The same limit as for silent tasks.
 _STOPPED_SECONDS = 60.0
 # Multiple of the seconds that one rank may hold up others; four hours by default.
@@ -119,22 +117,13 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def hold_up_limits(env: Mapping[str, str]) -> tuple[float, float]:
-    """Return the seconds that ranks wait for an absent one before they warn, and before they fail.
+def hold_up_limit(env: Mapping[str, str]) -> float:
+    """Return the seconds that ranks wait for an absent one before they fail.
 
     Horovod reads the same variables. Used by ranks with ``collectives="torch"``.
     """
-    if _whole(env.get(_DISABLE)) > 0:
-        return math.inf, math.inf
-    return (
-        float(_whole(env.get(_CHECK)) or _HOROVODS_CHECK_SECONDS),
-        float(_whole(env.get(_SHUTDOWN))) or math.inf,
-    )
-
-
-def not_taking_part(rank: int, name: str, seconds: float) -> str:
-    """Return a line about a rank that holds up others, for warnings and errors."""
-    return f"Rank {rank} has not taken part in {name!r} for {seconds:.0f} s."
+    is_off = _whole(env.get(_DISABLE)) > 0
+    return math.inf if is_off else float(_whole(env.get(_SHUTDOWN))) or math.inf
 
 
 def _whole(text: str | None) -> int:
