@@ -5,10 +5,7 @@ Importing this module registers the backend ``"horovod"``. Horovod must be initi
 
 from __future__ import annotations
 
-import collections
 import itertools
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,22 +20,18 @@ dist: Any = torch.distributed
 c10d: Any = torch.distributed.distributed_c10d
 _c10d_bindings: Any = torch._C._distributed_c10d
 
-# Names repeat after so many operations, because Horovod agrees faster on names that it has seen.
-# Operations with equal names must not overlap.
-_MOST_IN_FLIGHT = 64
-
 # All ranks count alike.
 _numbers = itertools.count()
 
-_Finish = Callable[[], Sequence[torch.Tensor]]
+# Horovod's own thread cannot write to tensors that inference mode has made.
+_outside_inference_mode = torch.inference_mode(False)
 
 
 class HorovodGroup(dist.ProcessGroup):
     """Process group of all ranks of Horovod.
 
-    Ranks must start the same operations in the same order. A thread waits for them, so that futures
-    complete without the caller. This package gives names to its own reductions, which Horovod shows
-    in messages; their caller waits without that thread.
+    Ranks must start the same operations in the same order. An operation ends before its call
+    returns, also with ``async_op``, except for `allreduce_named`.
 
     Parameters
     ----------
@@ -73,10 +66,6 @@ class HorovodGroup(dist.ProcessGroup):
         self._named_ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         self.uses_nccl = bool(hvd.nccl_built())
         self._prefix = f"group.{next(_numbers)}"
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._places = threading.Semaphore(_MOST_IN_FLIGHT)
-        self._started: queue.SimpleQueue[tuple[_Finish, Any] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def getBackendName(self) -> str:
         """Return the backend's name. torch calls this method."""
@@ -85,7 +74,9 @@ class HorovodGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce each tensor over the ranks, in place."""
         op = self._op(opts or c10d.AllreduceOptions())
-        return self._work([self._reduce(tensor, tensor, op) for tensor in tensors])
+        for tensor in tensors:
+            _copy(tensor, self._reduced(tensor, op))
+        return _ended(tensors)
 
     def allreduce_named(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], Any]:
         """Start the reduction of a tensor, as `Collectives.reduce_async`.
@@ -95,66 +86,43 @@ class HorovodGroup(dist.ProcessGroup):
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._named_ops[op])
         return lambda: self._hvd.synchronize(handle)
 
-    def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce each tensor over the ranks; only the root's is overwritten."""
-        is_root = opts.rootRank == self.rank()
-        outputs = tensors if is_root else [torch.empty_like(tensor) for tensor in tensors]
-        op = self._op(opts)
-        pairs = zip(tensors, outputs, strict=True)
-        return self._work([self._reduce(own, output, op) for own, output in pairs])
-
+    @_outside_inference_mode
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Overwrite each tensor with the root's."""
-        return self._work([self._broadcast(own, opts.rootRank) for own in tensors])
+        for tensor in tensors:
+            sent = _bytes(tensor)
+            name = self._name("broadcast", sent)
+            _fill([tensor], self._hvd.broadcast_(sent, opts.rootRank, name=name))
+        return _ended(tensors)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Gather each tensor into one list of tensors."""
-        pairs = zip(tensors, outputs, strict=True)
-        return self._work([self._gather(tensor, parts) for tensor, parts in pairs])
+        for tensor, parts in zip(tensors, outputs, strict=True):
+            self._gather(tensor, parts)
+        return _ended(outputs[0])
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """Gather a tensor into one tensor."""
-        return self._work([self._gather(tensor, [output])])
-
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        """Gather each tensor into one tensor."""
-        pairs = zip(tensors, outputs, strict=True)
-        return self._work([self._gather(tensor, [output]) for tensor, output in pairs])
-
-    def gather(self, outputs: Any, tensors: Any, opts: Any) -> Any:
-        """Gather each tensor into one list of tensors of the root."""
-        lists = outputs if opts.rootRank == self.rank() else [[] for _ in tensors]
-        pairs = zip(tensors, lists, strict=True)
-        return self._work([self._gather(tensor, parts) for tensor, parts in pairs])
-
-    def scatter(self, outputs: Any, lists: Any, opts: Any) -> Any:
-        """Overwrite each tensor with its part of the root's list."""
-        given = lists if opts.rootRank == self.rank() else [[] for _ in outputs]
-        nothing = [torch.empty(0)] * self.size()
-        pairs = zip(outputs, given, strict=True)
-        return self._work([self._exchange([out], parts or nothing) for out, parts in pairs])
+        self._gather(tensor, [output])
+        return _ended([output])
 
     def reduce_scatter(self, outputs: Any, lists: Any, opts: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; each rank keeps its part."""
         op = self._op(opts or c10d.ReduceScatterOptions())
-        pairs = zip(outputs, lists, strict=True)
-        return self._work([self._reduce_scatter(out, torch.stack(p), op) for out, p in pairs])
+        for output, parts in zip(outputs, lists, strict=True):
+            # Horovod's own operation has no minimum and no maximum.
+            _copy(output, self._reduced(torch.stack(parts), op)[self.rank()])
+        return _ended(outputs)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """Reduce a tensor over the ranks; each rank keeps its part."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        """Reduce each tensor over the ranks; each rank keeps its part."""
-        op = self._op(opts or c10d.ReduceScatterOptions())
-        pairs = zip(outputs, tensors, strict=True)
-        return self._work(
-            [self._reduce_scatter(o, t.reshape(self.size(), *o.shape), op) for o, t in pairs]
-        )
+        parts = [*tensor.reshape(self.size(), *output.shape)]
+        return self.reduce_scatter([output], [parts], opts)
 
     def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Send one tensor to each rank, and receive one from each."""
-        return self._work([self._exchange(outputs, tensors)])
+        self._exchange(outputs, tensors)
+        return _ended(outputs)
 
     def all_to_all_single(
         self, output: Any, tensor: Any, output_sizes: Any, sizes: Any, opts: Any = None
@@ -162,35 +130,24 @@ class HorovodGroup(dist.ProcessGroup):
         """Send rows of one tensor to each rank, and receive rows of each."""
         parts = tensor.split(list(sizes)) if sizes else tensor.chunk(self.size())
         received = output.split(list(output_sizes)) if output_sizes else output.chunk(self.size())
-        return self._work([self._exchange(received, parts)])
+        self._exchange(received, parts)
+        return _ended([output])
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
         return self.allreduce([torch.zeros(1)])
 
-    def send(self, tensors: Any, rank: int, tag: int) -> Any:
+    def send(self, *args: Any) -> Any:
         """Raise ParamError, because Horovod sends nothing to single ranks."""
-        raise ParamError(_unsupported("send and recv"))
+        raise ParamError(_unsupported("operations with a single rank, except for broadcasts"))
 
-    recv = recv_anysource = send
+    recv = recv_anysource = reduce = gather = scatter = send
 
     # Names of these operations in other versions of torch, and of variants.
     allreduce_coalesced = allreduce
-    allgather_coalesced = allgather
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    def shutdown(self) -> None:
-        """End the thread once all operations have ended. torch calls this method."""
-        if self._thread is not None:
-            self._started.put(None)
-            self._thread.join()
-            self._thread = None
-
-    abort = shutdown
 
     def _op(self, opts: Any) -> Any:
         for op, horovods in self._ops.items():
@@ -198,99 +155,47 @@ class HorovodGroup(dist.ProcessGroup):
                 return horovods
         raise ParamError(_unsupported(f"reductions by {opts.reduceOp}"))
 
-    def _name(self, kind: str, tensor: torch.Tensor, is_same_shape: bool = True) -> str:
-        """Return an unused name that is the same on all ranks, and wait if too many are used."""
-        self._places.acquire()
-        shape = "x".join(map(str, tensor.shape)) if is_same_shape else ""
-        key = f"{self._prefix}.{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}"
-        self._counts[key] += 1
-        return f"{key}.{self._counts[key] % _MOST_IN_FLIGHT}"
+    def _name(self, kind: str, tensor: torch.Tensor) -> str:
+        """Return a name that is the same on all ranks. It repeats, which is faster."""
+        shape = "x".join(map(str, tensor.shape))
+        return f"{self._prefix}.{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}"
 
-    def _finishing(self, handle: int, finish: Callable[[Any], None]) -> Callable[[], None]:
-        def wait() -> None:
-            try:
-                finish(self._hvd.synchronize(handle))
-            finally:
-                self._places.release()
+    @_outside_inference_mode
+    def _reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        """Return the reduction of a tensor, which may be overwritten, as `_carried`."""
+        carried = _carried(tensor)
+        name = self._name("allreduce", carried)
+        reduced: torch.Tensor = self._hvd.allreduce_(carried, name=name, op=op)
+        return reduced
 
-        return wait
+    @_outside_inference_mode
+    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        name = f"{self._prefix}.allgather"
+        _fill(outputs, self._hvd.allgather(_bytes(tensor), name=name))
 
-    def _reduce(self, tensor: torch.Tensor, output: torch.Tensor, op: Any) -> Any:
-        with torch.inference_mode(False):
-            carried = _carried(tensor, tensor is not output)
-            name = self._name("allreduce", carried)
-            handle = self._hvd.allreduce_async_(carried, name=name, op=op)
-        return output, self._finishing(handle, lambda total: _copy(output, total))
+    @_outside_inference_mode
+    def _exchange(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        sent = [_bytes(part) for part in parts]
+        sizes, name = [part.numel() for part in sent], f"{self._prefix}.alltoall"
+        received, _ = self._hvd.alltoall(torch.cat(sent), torch.tensor(sizes), name=name)
+        _fill(outputs, received)
 
-    def _reduce_scatter(self, output: torch.Tensor, stacked: torch.Tensor, op: Any) -> Any:
-        with torch.inference_mode(False):
-            carried = _carried(stacked, is_copied=True)
-            name = self._name("reducescatter", carried)
-            if op in (self._hvd.Sum, self._hvd.Average):
-                handle = self._hvd.reducescatter_async(carried, name=name, op=op)
-                own = 0
-            else:
-                handle = self._hvd.allreduce_async_(carried, name=name, op=op)
-                own = self.rank()
-        return output, self._finishing(handle, lambda parts: _copy(output, parts[own]))
 
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        with torch.inference_mode(False):
-            sent = _bytes(tensor)
-            handle = self._hvd.broadcast_async_(sent, root, name=self._name("broadcast", sent))
-        return tensor, self._finishing(handle, lambda part: _fill([tensor], part))
-
-    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Any:
-        with torch.inference_mode(False):
-            sent = _bytes(tensor)
-            name = self._name("allgather", sent, is_same_shape=False)
-            handle = self._hvd.allgather_async(sent, name=name)
-        finish = self._finishing(handle, lambda gathered: _fill(outputs, gathered))
-        return (*outputs, tensor)[0], finish
-
-    def _exchange(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any:
-        with torch.inference_mode(False):
-            sent = [_bytes(part) for part in parts]
-            flat = torch.cat(sent)
-            name = self._name("alltoall", flat, is_same_shape=False)
-            handle = self._hvd.alltoall_async(flat, [part.numel() for part in sent], name=name)
-        finish = self._finishing(handle, lambda received: _fill(outputs, received[0]))
-        return outputs[0], finish
-
-    def _work(self, started: Sequence[tuple[torch.Tensor, Callable[[], None]]]) -> Any:
-        """Return the work of operations that have started."""
-        future: Any = torch.futures.Future()
-
-        def finish() -> Sequence[torch.Tensor]:
-            for _, wait in started:
-                wait()
-            return [output for output, _ in started]
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True)
-            self._thread.start()
-        self._started.put((finish, future))
-        return _c10d_bindings._create_work_from_future(future)
-
-    def _wait(self) -> None:
-        while (started := self._started.get()) is not None:
-            finish, future = started
-            try:
-                outputs = finish()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(outputs)
+def _ended(outputs: Sequence[torch.Tensor]) -> Any:
+    """Return the work of an operation that has ended."""
+    future: Any = torch.futures.Future()
+    future.set_result(list(outputs))
+    return _c10d_bindings._create_work_from_future(future)
 
 
 def _unsupported(what: str) -> str:
     return f"Horovod has no {what}. Set collectives='torch', which has all of torch.distributed."
 
 
-def _carried(tensor: torch.Tensor, is_copied: bool) -> torch.Tensor:
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that Horovod can reduce in place: the same one, or a copy."""
     carried = tensor.detach().resolve_conj()
-    if is_copied or tensor.is_inference():
+    if tensor.is_inference():
         carried = carried.clone()
     if carried.is_complex():
         carried = torch.view_as_real(carried)

@@ -9,8 +9,8 @@ There are three cases, each with its own limit:
   whose first batch or validation takes long. Horovod warns after a minute. Horovod and torch end
   the ranks only if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also
   the limit for stopped processes. A fit that relaunches lost ranks sets it, through
-  `STALL_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should take. Without it a hang
-  would cost the whole run; with it a hang costs only that time.
+  `STALL_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
+  take. Without it a hang would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
   Therefore trainers record progress with each batch, step and epoch, and the parent counts the
   seconds without any. It counts only during training, because it cannot judge other code. This
