@@ -369,6 +369,8 @@ def check_own_step(
             weights = StepWeights()
             weights.start(batch.rows, batch.rows, passes_per_step)
             evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
+    except ParamError:
+        raise
     except Exception as error:
         if leave_to_ranks(error):
             return []

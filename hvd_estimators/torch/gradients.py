@@ -72,8 +72,6 @@ class GradientAverager:
     ----------
     steps : int
         Steps of the followed optimizers.
-    gradients : int
-        Gradients that backward passes have computed on this rank.
     weights : StepWeights
         Weights of the losses of a step, which divide the gradients.
     """
@@ -107,7 +105,7 @@ class GradientAverager:
         self._unused: set[torch.Tensor] = set()
         self._in_pass = self._accumulating = self._pending = False
         self._reductions = 0
-        self.steps = self.gradients = 0
+        self.steps = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
@@ -258,7 +256,6 @@ class GradientAverager:
         self._plans.clear()  # Its gradients may be sparse.
 
     def _on_gradient(self, parameter: Any) -> None:
-        self.gradients += 1
         self._unused.add(parameter)
         self._pending = True
         self._averaged.discard(parameter)

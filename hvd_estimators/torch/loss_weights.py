@@ -357,8 +357,6 @@ class StepLoss:
     ----------
     computed : tuple or None
         The newest loss of this batch alone, and its numerator and denominator.
-    result : torch.Tensor or None
-        The newest scaled loss.
     """
 
     def __init__(
@@ -371,7 +369,6 @@ class StepLoss:
         self._parts = parts
         self._weights = weights
         self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.result: torch.Tensor | None = None
         # The newest loss that was passed to scale(), and the result.
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -389,8 +386,7 @@ class StepLoss:
             self.computed = mean, self._loss.counted(parts)
         else:
             self.computed = measured(WeightedLoss(mean, self._weights.rows))
-        self.result = self._loss.scaled(parts, self._weights.of_call(parts))
-        return self.result
+        return self._loss.scaled(parts, self._weights.of_call(parts))
 
     def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
         """Scale a loss that the step computed itself, for its backward pass.
@@ -409,9 +405,9 @@ class StepLoss:
             part = WeightedLoss(loss, stated, "stated")
         self.computed = loss, measured(part)[1]
         (factor,) = self._weights.of_call([part])
-        self.result = loss * factor
-        self._scaled = loss.detach(), self.result.detach()
-        return self.result
+        scaled: torch.Tensor = loss * factor
+        self._scaled = loss.detach(), scaled.detach()
+        return scaled
 
     def in_step(self, returned: Any) -> Any:
         """Return the contribution to the step, on this rank, of a loss that a closure returned.

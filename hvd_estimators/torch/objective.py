@@ -132,13 +132,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(called).parameters.values())
 
 
-LEAVES_BACKWARD = (
-    "train_minibatch_fn: it returned a dict as its loss and had called backward() already. With a "
-    "dict, leave backward() and optimizer.step() to the estimator; or return the loss alone, and "
-    "call loss_fn.scale(loss, denominator).backward()."
-)
-
-
 @dataclass(frozen=True)
 class Objective:
     """Objective as the driver sends it to the ranks.
@@ -372,29 +365,15 @@ class RankObjective:
             index,
         )
         outputs, labels = self._predictions(raw, batch.labels)
-        step_loss: torch.Tensor | None = None
-        if not isinstance(returned, Mapping):
-            # The user's function may have divided or scaled the returned loss already.
-            loss, counted = loss_fn.computed or measured(WeightedLoss(returned, batch.rows))
-        elif loss_fn.computed is not None:
-            loss, counted = loss_fn.computed
-            if "denominator" in returned or returned["loss"] is not loss_fn.result:
-                raise ParamError(
-                    "train_minibatch_fn: it called loss_fn, whose result is scaled for the step, "
-                    "and returned a dict with another loss or a denominator. Return the result "
-                    "alone as {'loss': result}, leave out loss_fn, or call backward() and "
-                    "optimizer.step() in the function."
-                )
-            assert loss_fn.result is not None
-            step_loss = loss_fn.result
-        else:
-            value, stated = as_stated(returned, "train_minibatch_fn")
-            part = WeightedLoss(returned["loss"], batch.rows)
-            if stated is not None:
-                part = WeightedLoss(value, stated, "stated")
-            step_loss = _step_loss(LossParts([1.0]), [part], weights.of_step([part]), outputs)
-            loss, counted = measured(part)
-        return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
+        if isinstance(returned, Mapping):
+            raise ParamError(
+                "train_minibatch_fn: expected outputs and a loss, found a dict as the loss. Call "
+                "loss_fn.scale(loss, denominator).backward() and optimizer.step() in the function, "
+                "and return the loss alone."
+            )
+        # The user's function may have divided or scaled the returned loss already.
+        loss, counted = loss_fn.computed or measured(WeightedLoss(returned, batch.rows))
+        return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
 
     def _with_class_weights(self, batch: Batch) -> Batch:
         if not self._class_weight:

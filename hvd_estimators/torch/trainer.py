@@ -34,7 +34,7 @@ from hvd_estimators.torch.frozen_base import FrozenBase, frozen_base
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss_weights import StepBatches
 from hvd_estimators.torch.metrics import MetricSums
-from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
+from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.optimizer_step import (
     OptimizerStep,
     StepOptions,
@@ -241,8 +241,6 @@ class _Trainer:
         # Validation batches of the rank that has most, if all ranks need to compute equally often.
         self.val_passes = 0
         self.last_batch: Batch | None = None
-        # Whether the user's function calls backward() and step().
-        self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
         self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
         self.progress.when_asked_to_stop(self.control.request_stop)
@@ -412,7 +410,7 @@ class _Trainer:
             end = first + len(window)
             # The last batch of an epoch gets a number after which the user's function steps.
             skipped = self.num_micro_batches - len(window)
-            if self.user_steps and skipped:
+            if self.objective.has_own_step and skipped:
                 self.averager.drop_used_gradients()
             for number, (index, columns) in enumerate(parts, start=1):
                 self.shards.enter(index % batch_passes)
@@ -432,7 +430,7 @@ class _Trainer:
                 totals()  # needed if this rank had no rows
             self.shards.enter(0)
             ends_epoch = end >= steps
-            if not self.user_steps:
+            if not self.objective.has_own_step:
                 self.step.step()
             elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
                 self._warn_of_last_batches()
@@ -456,13 +454,9 @@ class _Trainer:
             return None
         self.last_batch = batch
         if self.objective.has_own_step:
-            computed = self.averager.gradients
             evaluation = self.objective.run_minibatch(
                 self.module, self.optimizer, batch, weights, index
             )
-            self.user_steps = evaluation.step_loss is None
-            if self.averager.gradients != computed and not self.user_steps:
-                raise ParamError(LEAVES_BACKWARD)
         else:
             with self.step.autocast():
                 evaluation = self.objective.evaluate(self.module, batch, weights)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pytest
 import rank_warnings
 import reference
@@ -135,65 +134,26 @@ def several_losses(
     return model(*inputs), found
 
 
-def weighted_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(output, classes_of(label), torch.arange(1.0, 5.0))
-
-
-def returned(
-    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
-) -> Any:
-    """Leave the backward pass and the step to the estimator."""
-    outputs = model(*inputs)
-    return outputs, {"loss": loss_fn([outputs], [classes_of(labels[0])])}
-
-
-def stated(
-    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
-) -> Any:
-    """Return the loss with its denominator, as models do that compute their own loss."""
-    outputs = model(*inputs)
-    loss, weight = by_weight(outputs, labels[0])
-    return outputs, {"loss": loss, "denominator": weight}
-
-
-@pytest.mark.parametrize(
-    ("step", "library", "passes"),
-    [(several_losses, "torch", 1), (returned, "horovod", 2), (stated, "torch", 2)],
-)
-def test_losses_with_weights_of_their_own_train_as_in_one_process(
-    store: Any, step: Any, library: str, passes: int
-) -> None:
+def test_losses_with_weights_of_their_own_train_as_in_one_process(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     net, expected = Scores(), Scores()
-    params = {
-        **{"backend": shared_ranks(2), "store": store, "model": net, "verbose": 0},
-        **{"feature_cols": ["features"], "label_cols": ["label"], "collectives": library},
-        **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
-        **{"batch_size": BATCH, "epochs": EPOCHS, "backward_passes_per_step": passes},
-    }
     model = TorchEstimator(
-        **params,
+        **{"backend": shared_ranks(2), "store": store, "model": net, "verbose": 0},
+        **{"feature_cols": ["features"], "label_cols": ["label"], "collectives": "torch"},
+        **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
+        **{"batch_size": BATCH, "epochs": EPOCHS},
         optimizer=OPTIMIZERS["momentum"](net.parameters()),
         loss=torch.nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0)),
-        train_minibatch_fn=step,
+        train_minibatch_fn=several_losses,
         stateful=[],
     ).fit_on_parquet()
 
     optimizer = OPTIMIZERS["momentum"](expected.parameters())
-    batches = global_batches(ROWS, 2, BATCH)
-    for first in [*range(0, len(batches), passes)] * EPOCHS:
-        rows = np.concatenate(batches[first : first + passes])
+    for rows in global_batches(ROWS, 2, BATCH) * EPOCHS:
         x, label = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
         scores = expected(x)
         optimizer.zero_grad()
-        if step is several_losses:
-            loss = low(scores, label)[0] + by_weight(scores, label)[0] + regular(scores, label)
-        elif step is stated:
-            loss = by_weight(scores, label)[0]
-        else:
-            loss = weighted_classes(scores, label)
-        loss.backward()
-        if step is several_losses:
-            torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        (low(scores, label)[0] + by_weight(scores, label)[0] + regular(scores, label)).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
         optimizer.step()
     assert_same_weights(model.getModel(), expected)

@@ -133,42 +133,38 @@ def test_custom_steps_may_return_outputs_that_no_metric_needs(outputs: Any) -> N
         run()
 
 
-def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again() -> None:
-    def run(of: Any) -> Any:
-        def step(model: Any, _: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
-            outputs = model(*inputs)
-            return outputs, of(loss_fn(*align(outputs, labels)))
+def test_a_custom_step_that_returns_a_dict_as_its_loss_is_told_what_to_call() -> None:
+    objective = make(train_minibatch_fn=lambda model, *_: (None, {"loss": model.scale}), metrics=())
+    with pytest.raises(ParamError, match=r"found a dict as the loss. Call loss_fn.scale"):
+        objective.on_rank(torch.device("cpu")).run_minibatch(
+            Two(), None, TENSORS.batch(COLUMNS), StepWeights()
+        )
 
-        objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
-        weights = StepWeights()
-        weights.start(2, 4)
-        return objective.run_minibatch(Two(), None, TENSORS.batch(COLUMNS), weights)
 
-    found = run(lambda loss: {"loss": loss})
-    assert found.step_loss.item() == pytest.approx(0.5 * found.loss.item())
-    for changed in (
-        lambda loss: {"loss": loss, "denominator": 2},
-        lambda loss: {"loss": 2 * loss},
-    ):
-        with pytest.raises(ParamError, match="it called loss_fn, whose result is scaled"):
-            run(changed)
+class Uncounted(Two):
+    """Module with a loss that is not a number, and its prediction."""
+
+    with_prediction = True
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        predicted = super().forward(x)[0]
+        loss = (predicted * 0.0).sum() / torch.tensor(0.0)
+        return (loss, predicted) if self.with_prediction else (loss,)
 
 
 def test_a_batch_without_counted_elements_has_no_gradient_even_if_its_loss_is_nan() -> None:
-    def run(with_outputs: bool) -> Any:
-        def step(model: Any, _: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
-            predicted = model(*inputs)[0]
-            loss = (predicted * 0.0).sum() / torch.tensor(0.0)
-            outputs = (loss, predicted) if with_outputs else (loss,)
-            return outputs, {"loss": loss, "denominator": 0}
+    def uncounted(outputs: Any, sample_weights: Any) -> Any:
+        return {"loss": outputs[0], "denominator": 0}
 
-        model, weights = Two(), StepWeights()
+    def run(with_prediction: bool) -> Any:
+        model, weights = Uncounted(), StepWeights()
+        model.with_prediction = with_prediction
         weights.start(3, 3)
-        objective = make(train_minibatch_fn=step, metrics=()).on_rank(torch.device("cpu"))
-        found = objective.run_minibatch(model, None, TENSORS.batch(COLUMNS), weights)
+        objective = make(losses=(uncounted,), joint=True, metrics=()).on_rank(torch.device("cpu"))
+        found = objective.evaluate(model, TENSORS.batch(COLUMNS), weights)
         found.step_loss.backward()
         return model.scale.grad
 
-    assert run(with_outputs=True) == 0.0
+    assert run(with_prediction=True) == 0.0
     with pytest.raises(ParamError, match=r"^loss: it states that no element of a batch counts"):
-        run(with_outputs=False)
+        run(with_prediction=False)
