@@ -9,6 +9,8 @@ from typing import IO, Any
 
 import torch
 
+from hvd_estimators._util.documents import to_python
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoints import TensorFile
 from hvd_estimators.store.paths import Position
 from hvd_estimators.torch.collectives import exchange
@@ -29,7 +31,7 @@ from hvd_estimators.torch.shard_state import (
     non_persistent_buffers,
 )
 from hvd_estimators.torch.sharding import is_sharded, sharded_weights, stored_part
-from hvd_estimators.torch.stateful import StatefulObjects
+from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
 from hvd_estimators.torch.tensor_files import StoredTensor
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
@@ -95,6 +97,7 @@ class RunCheckpoints:
         self.is_sharded = any(map(is_sharded, module.parameters()))
         self._saved: dict[str, Any] = {}
         self._metric_states: list[Any] = []
+        self._is_checked = False
         self.gradients: Mapping[str, torch.Tensor] = {}
         self.state = self._load()
         self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
@@ -211,6 +214,7 @@ class RunCheckpoints:
             content, files = write_parts(self.writer, position, content)
         if self._rank != 0:
             return True
+        self._check_optimizer(content["optimizer"])
         parts = {
             "output_shapes": output_shapes,
             "measures": [m["sums"] for m in of_measured if m is not None],
@@ -231,6 +235,17 @@ class RunCheckpoints:
             files=files,
         )
         return True
+
+    def _check_optimizer(self, state: Any) -> None:
+        """Check, at the first save, that a resumed run can load the optimizer's state."""
+        if not self._is_checked and not is_loadable(to_python(state)):
+            raise ParamError(
+                f"optimizer: the state_dict() of {type(self._optimizer).__name__} holds more than "
+                "tensors and plain values. Loading it from a checkpoint would run code from the "
+                "file. Set an optimizer whose state_dict() holds tensors, numbers, strings, lists "
+                "and dicts."
+            )
+        self._is_checked = True
 
     def _held(self) -> dict[str, Any]:
         """Return the states of the user's objects, on the ranks that need them."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
@@ -30,7 +29,6 @@ from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
 from hvd_estimators.torch.serialization import copied, plain_module
-from hvd_estimators.torch.stateful import is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
@@ -67,47 +65,6 @@ def check_initialized(module: torch.nn.Module) -> None:
             "before fit(), such as model(torch.zeros(2, 3)) for rows of 3 numbers, and make the "
             "optimizer after that."
         )
-
-
-def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the state of an optimizer that is not of torch fits into checkpoints.
-
-    Runs one step on copies, with a constant gradient.
-
-    Raises
-    ------
-    ParamError
-        If the state holds more than tensors and plain values.
-    """
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return
-    try:
-        _, optimizer = copied((plain_module(module), optimizer))
-        with torch_traceless():
-            set_optimizer_mode(optimizer, training=True)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.full_like(parameter, 1e-3)
-            optimizer.step()
-            state = to_python(optimizer.state_dict())
-    except Exception as error:
-        logger.info("optimizer: its state could not be tried on the driver (%s)", error)
-        return
-    if not is_loadable(state):
-        raise ParamError(
-            f"optimizer: the state_dict() of {type(optimizer).__name__} holds "
-            f"{_not_plain(state)}. Loading it from a checkpoint would run code from the file. Set "
-            "an optimizer whose state_dict() holds tensors, numbers, strings, lists and dicts."
-        )
-
-
-def _not_plain(state: Any) -> str:
-    """Return the type of the first value of a state that a checkpoint cannot hold."""
-    parts = list(state.values()) if type(state) is dict else state
-    if type(parts) in (list, tuple):
-        found = (_not_plain(part) for part in parts)
-        return next((kind for kind in found if kind), "")
-    return "" if is_loadable(state) else f"a {type(state).__module__}.{type(state).__qualname__}"
 
 
 def output_shapes(

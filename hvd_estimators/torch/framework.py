@@ -42,7 +42,6 @@ from hvd_estimators.torch.dry_run import (
     check_batches,
     check_embeddings,
     check_fit,
-    check_optimizer_state,
     check_own_step,
     needs_two_rows,
     output_shapes,
@@ -163,7 +162,6 @@ class TorchFramework(Framework):
 
     def _tried(self, columns: Columns) -> Trial:
         settings = self.settings
-        check_optimizer_state(settings.model, settings.optimizer)
         shapes = None
         if settings.train_minibatch_fn is not None:
             shapes = check_own_step(

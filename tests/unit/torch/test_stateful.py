@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import io
 import logging
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
+from parquet_files import write_columns
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
@@ -214,3 +218,22 @@ def test_unsavable_state_is_skipped_with_one_warning(
     caplog.clear()
     StatefulObjects({"callbacks": [Holder()]}, NET).restore({"callbacks[0].late": {}})
     assert "callbacks[0].late: the run's checkpoint holds its state" in caplog.text
+
+
+class Queued(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["queue"] = [collections.deque([1])]
+
+
+def test_an_optimizer_whose_state_fits_no_checkpoint_ends_the_fit_at_the_first(store: Any) -> None:
+    numbers = np.arange(8, dtype=np.float32)
+    write_columns(store.get_train_data_path(), {"x": numbers, "y": numbers})
+    net = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        **{"backend": InProcessBackend(), "store": store, "model": net, "verbose": 0},
+        **{"optimizer": Queued(net.parameters(), lr=0.1), "loss": torch.nn.MSELoss()},
+        **{"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8},
+    )
+    with pytest.raises(ParamError, match=r"state_dict\(\) of Queued holds more than tensors"):
+        estimator.fit_on_parquet()

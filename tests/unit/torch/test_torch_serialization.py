@@ -1,6 +1,5 @@
 """Serialized modules and optimizers."""
 
-import collections
 import copy
 import io
 import pickle
@@ -14,7 +13,6 @@ from torch.nn.utils import parametrize
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.torch.dry_run import check_optimizer_state
 from hvd_estimators.torch.serialization import (
     Pickler,
     check_parameters,
@@ -285,20 +283,6 @@ def test_an_object_that_a_rank_cannot_load_is_a_typed_error(tmp_path):
     file = module_file({"stateful": [NeedsArguments(torch.nn.Linear(1, 1))]})
     with pytest.raises(ParamError, match=r"cannot load it \(TypeError: .*NeedsArguments.__new__"):
         load_objects(file, Store.create(str(tmp_path)), torch.device("cpu"))
-
-
-class Queued(torch.optim.SGD):
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["queue"] = [collections.deque([1])]
-
-
-def test_an_optimizer_whose_state_fits_no_checkpoint_is_rejected_before_training():
-    net = torch.nn.Linear(1, 1)
-    with pytest.raises(ParamError, match=r"state_dict\(\) of Queued holds a collections\.deque"):
-        check_optimizer_state(net, Queued(net.parameters(), lr=0.1))
-    assert not Queued(net.parameters(), lr=0.1).state
-    check_optimizer_state(net, Lookahead(torch.optim.Adam(net.parameters())))
 
 
 def test_attributes_of_optimizers_are_serialized_without_process_state():
