@@ -176,18 +176,7 @@ def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
     try:
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
-        other = ""
-        for framework, estimator in _OTHER_FRAMEWORKS.items():
-            if any(base.__module__.split(".")[0] == framework for base in kind.__mro__):
-                other = f" It is a callback for {framework}. Use {estimator}."
         raise ParamError(
-            f"callbacks: {kind.__name__}.{hook}{signature} cannot be called as {documented} with "
-            f"keyword arguments: {error}.{other}"
+            f"callbacks: {kind.__name__}.{hook}{signature} of {kind.__module__} cannot be called "
+            f"as {documented} with keyword arguments: {error}."
         ) from None
-
-
-_OTHER_FRAMEWORKS = {
-    "lightning": "LightningEstimator",
-    "pytorch_lightning": "LightningEstimator",
-    "keras": "KerasEstimator",
-}

@@ -15,7 +15,6 @@ from hvd_estimators.loading.spec import reads_several
 from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized
-from hvd_estimators.torch.loss import check_reduced, check_weightable
 from hvd_estimators.torch.objective import check_joint
 from hvd_estimators.torch.optimizer_step import StepOptions, check_first_order, make_scheduler
 from hvd_estimators.torch.serialization import (
@@ -43,11 +42,6 @@ def check_training(settings: TorchSettings) -> None:
         raise ParamError(
             f"optimizer: expected a torch.optim.Optimizer, found {settings.optimizer!r}."
         )
-    if not isinstance(getattr(settings.optimizer, "param_groups", None), list):
-        raise ParamError(
-            f"optimizer: {type(settings.optimizer).__name__} has no param_groups, in which an "
-            "optimizer lists the parameters that it trains. Set the optimizer that it wraps."
-        )
     check_first_order(settings.optimizer)
     needed = settings.train_minibatch_fn is None and _needed_of_step(settings.optimizer)
     if needed:
@@ -57,23 +51,7 @@ def check_training(settings: TorchSettings) -> None:
             "per batch. Set another optimizer, or a "
             "train_minibatch_fn that calls optimizer.step(closure)."
         )
-    if (
-        not settings.callbacks
-        and settings.train_minibatch_fn is None
-        and _has_scheduler(settings.optimizer)
-    ):
-        logger.warning(
-            "optimizer: it has a learning rate scheduler that nothing steps here, so its "
-            "learning rate stays %s. Create the scheduler in a callback's on_train_begin(), or "
-            "step it in a train_minibatch_fn, with stateful=[scheduler].",
-            ", ".join(str(group.get("lr")) for group in settings.optimizer.param_groups),
-        )
     check_parameters(settings.model, settings.optimizer)
-    if getattr(settings.model, "_compiled_call_impl", None) is not None:
-        logger.warning(
-            "model: model.compile() has no effect on the ranks, because pickling drops it. Set "
-            "model=torch.compile(model) instead."
-        )
     reductions_of(plain_module(settings.model), settings.buffer_reduction)
     _check_losses(settings)
     for loss in settings.losses_in("loss") or ():
@@ -237,7 +215,7 @@ def _check_step(settings: TorchSettings) -> None:
     if settings.lr_scheduler is not None:
         module, optimizer = settings.model, settings.optimizer
         copied = load_optimizer(dump_optimizer(optimizer, module), module)
-        make_scheduler(settings.lr_scheduler, copied, settings.lr_scheduler_interval)
+        make_scheduler(settings.lr_scheduler, copied)
 
 
 def _check_losses(settings: TorchSettings) -> None:
@@ -271,18 +249,14 @@ def _check_losses(settings: TorchSettings) -> None:
             f"outputs: expected one per label, {len(labels)}, found {len(chosen)}: {chosen}. "
             "Set loss_form='joint' for one loss of all outputs."
         )
-    if loss is not None and settings.is_weighted:
-        check_weightable(settings.losses_per_label("loss"))
-    if loss is not None and settings.sample_weight_col is None:
-        check_reduced(settings.losses_per_label("loss"))
 
 
 def _check_joint_loss(settings: TorchSettings, name: str) -> None:
     given = functions(name, settings.get(name))
     if len(given) != 1:
         raise ParamError(f"{name}: expected one with loss_form='joint', found {len(given)}.")
-    if name == "loss":
-        check_joint(given[0], settings.is_weighted)
+    if name == "loss" and settings.is_weighted:
+        check_joint(given[0])
     if settings.loss_weights is not None:
         raise ParamError(
             "loss_weights: a joint loss weights its parts itself. Leave loss_weights out."
@@ -321,11 +295,6 @@ def _check_extra_state(model: torch.nn.Module) -> None:
                 "Return numbers, strings, tensors, and lists and dicts of them from "
                 "get_extra_state()."
             )
-
-
-def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a torch scheduler has replaced the optimizer's ``step``."""
-    return "step" in vars(optimizer) and any("initial_lr" in g for g in optimizer.param_groups)
 
 
 def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:

@@ -538,7 +538,7 @@ def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> bool:
         with torch_traceless():
             # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
-            float(objective.evaluated(raw, batch).loss)
+            float(objective.evaluated(raw, objective.weighted(batch)).loss)
     except (ParamError, DataError):
         raise
     except Exception as error:

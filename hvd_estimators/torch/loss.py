@@ -8,7 +8,6 @@ Runs on the driver and on the ranks.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,26 +253,6 @@ def _in_torch(function: LossFunction) -> Any:
     return next((entry for entry in modules if entry.forward is forward), None)
 
 
-def check_reduced(functions: Sequence[LossFunction], param: str = "loss") -> None:
-    """Check that no loss of torch has ``reduction="none"``, which only weights of rows permit.
-
-    Raises
-    ------
-    ParamError
-        If a loss has it.
-    """
-    for function in functions:
-        plain, options = _options_of(function)
-        owner = type(plain) if isinstance(plain, torch.nn.Module) else plain
-        is_of_torch = str(getattr(owner, "__module__", None)).startswith("torch.")
-        if is_of_torch and options.get("reduction") == "none":
-            raise ParamError(
-                f"{param}: expected one number per batch, found {function!r} with "
-                "reduction='none'. Set reduction='mean' or 'sum', or a sample_weight_col, which "
-                "weights the losses of rows."
-            )
-
-
 def _options_of(function: LossFunction) -> tuple[Any, dict[str, Any]]:
     """Return a loss without its ``functools.partial``, and its options."""
     if isinstance(function, torch.nn.Module):
@@ -347,34 +326,12 @@ def _with_reduction(
             return function(output, label)
         finally:
             module.reduction = before
-    return function(output, label, reduction=reduction)
-
-
-def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:
-    """Check that losses can be computed per row, for sample weights.
-
-    Raises
-    ------
-    ParamError
-        If a loss has no ``reduction`` argument or attribute.
-    """
-    for function in functions:
-        if isinstance(function, torch.nn.Module):
-            if hasattr(function, "reduction"):
-                continue
-        elif _takes_reduction(function):
-            continue
-        raise ParamError(
-            f"{param}: {function!r} cannot be weighted by sample_weight_col. Expected a function "
-            "that takes reduction='none' (such as torch.nn.functional.mse_loss), or a module with "
-            "a reduction attribute (such as torch.nn.MSELoss())."
-        )
-
-
-def _takes_reduction(function: Callable[..., Any]) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Built-in functions have no signature; the dry run checks them.
-        return True
-    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return function(output, label, reduction=reduction)
+    except TypeError as error:
+        raise ParamError(
+            f"loss: {function!r} cannot be weighted by row ({error}). "
+            "Expected a function that takes reduction='none' (such as "
+            "torch.nn.functional.mse_loss), or a module with a reduction attribute (such as "
+            "torch.nn.MSELoss())."
+        ) from error

@@ -17,13 +17,7 @@ import torch
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.torch.collectives import current
-from hvd_estimators.torch.loss import (
-    Evaluation,
-    Loss,
-    check_reduced,
-    check_weightable,
-    is_sum,
-)
+from hvd_estimators.torch.loss import Evaluation, Loss, is_sum
 from hvd_estimators.torch.loss_weights import (
     LossParts,
     StepLoss,
@@ -83,42 +77,17 @@ class JointLoss(LossParts):
         return [WeightedLoss(value, 0.0, "sum") if self._is_sum else WeightedLoss(value, rows)]
 
 
-def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss") -> None:
-    """Check that a joint loss can be called with the available keyword arguments.
-
-    Parameters
-    ----------
-    function : callable
-        The loss.
-    weighted : bool
-        Whether rows have sample weights.
-    param : str
-        Param that holds the loss, for messages.
+def check_joint(function: Callable[..., Any], param: str = "loss") -> None:
+    """Check that a joint loss takes sample weights.
 
     Raises
     ------
     ParamError
-        If the loss needs other arguments, or does not take sample weights although rows have them.
+        If it does not: it would ignore them.
     """
-    try:
-        parameters = _parameters(function)
-    except (TypeError, ValueError):  # built-in functions have no signature
-        parameters = []
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    unknown = [
-        p
-        for p in named
-        if p.kind is p.POSITIONAL_ONLY or (p.default is p.empty and p.name not in _OFFERED)
-    ]
-    names = ", ".join(p.name for p in named) or "no names"
-    if unknown or not (takes_all or any(p.name in _OFFERED for p in named)):
-        raise ParamError(
-            f"{param}: a joint loss (loss_form='joint') is called by keyword with any of "
-            f"{', '.join(_OFFERED)} that it takes, found {names}. Wrap it, such as "
-            "lambda outputs, labels: my_loss(outputs[0], labels[0], outputs[1])."
-        )
-    if weighted and not (takes_all or any(p.name == "sample_weights" for p in named)):
+    parameters = _parameters(function)
+    if not any(p.kind is p.VAR_KEYWORD or p.name == "sample_weights" for p in parameters):
+        names = ", ".join(p.name for p in parameters)
         raise ParamError(
             f"{param}: sample_weight_col is set, and the joint loss takes no sample_weights, found "
             f"{names}. Let it take sample_weights and return (sample_weights * losses).mean(), or "
@@ -180,20 +149,9 @@ class Objective:
         return Metrics(self.metrics, self.tensors.label_cols, self.upstream_names)
 
     def check_losses(self, losses: Sequence[Callable[..., Any]], param: str = "loss") -> None:
-        """Check that losses have the form of this objective, and can be weighted by row if needed.
-
-        Raises
-        ------
-        ParamError
-            If one does not, or has ``reduction="none"`` without sample weights.
-        """
-        if self.joint:
-            check_joint(losses[0], self.is_weighted, param)
-            return
-        if self.is_weighted:
-            check_weightable(losses, param)
-        if self.tensors.sample_weight_col is None:
-            check_reduced(losses, param)
+        """Check that a joint loss takes the weights of rows, if there are any."""
+        if self.joint and self.is_weighted:
+            check_joint(losses[0], param)
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
         """Return the objective with its losses on a rank's device. Runs on the rank.
@@ -310,7 +268,7 @@ class RankObjective:
         A batch with ``weights`` is one of training, to which class weights apply.
         """
         if weights is not None:
-            batch = self._with_class_weights(batch)
+            batch = self.weighted(batch)
         return self.evaluated(self.tensors.call(module, batch.inputs), batch, weights)
 
     def evaluated(self, raw: Any, batch: Batch, weights: StepWeights | None = None) -> Evaluation:
@@ -375,7 +333,8 @@ class RankObjective:
         loss, counted = loss_fn.computed or measured(WeightedLoss(returned, batch.rows))
         return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
 
-    def _with_class_weights(self, batch: Batch) -> Batch:
+    def weighted(self, batch: Batch) -> Batch:
+        """Return a batch of training, to which class weights apply."""
         if not self._class_weight:
             return batch
         weights = class_weights(batch.labels[0], self._class_weight)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
-
-_OFFERED = ("model", "device", "rank", "size")
-"""Arguments of loss constructors in an evaluation."""
 
 
 def make_objective(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
@@ -70,30 +64,11 @@ def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
     objective = replace(make_objective(get, tensors), upstream_names=get("_upstream_names"))
     if objective.losses is not None:
         objective.check_losses(objective.losses)
-    elif objective.loss_constructors is not None:
-        for function in objective.loss_constructors:
-            _check_constructor(function)
-    else:
+    elif objective.loss_constructors is None:
         raise ParamError(
             "loss is not set: the model's train_minibatch_fn computed its own. Set loss."
         )
     return objective
-
-
-def _check_constructor(function: Callable[..., Any]) -> None:
-    """Check that a loss constructor needs no more than evaluation offers."""
-    needed = [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty
-        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in _OFFERED
-    ]
-    if needed:
-        raise ParamError(
-            f"loss_constructors: found one that needs {', '.join(needed)}, which only training "
-            f"has; evaluate() offers {', '.join(_OFFERED)}. Set loss to the loss of the training."
-        )
 
 
 def per_label(name: str, given: Any, labels: int) -> list[Any]:
@@ -146,11 +121,5 @@ def metric_groups(given: Any, labels: int) -> tuple[tuple[Any, ...], ...]:
                 f"metrics: expected groups of 1 or of one per label, {labels}, found a group "
                 f"of {len(members)}."
             )
-        for member in members:
-            if isinstance(member, type) and issubclass(member, torch.nn.Module):
-                raise ParamError(
-                    f"metrics: found the class {member.__name__}. Set an object of it, "
-                    f"{member.__name__}()."
-                )
         groups.append(tuple(members))
     return tuple(groups)

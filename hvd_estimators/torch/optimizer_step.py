@@ -8,7 +8,6 @@ https://pytorch.org/docs/stable/notes/amp_examples.html.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,7 @@ class OptimizerStep:
         self._scaler: Any = None
         if options.lr_scheduler is not None:
             self._scheduler = self.objects["lr_scheduler"] = make_scheduler(
-                options.lr_scheduler, optimizer, options.lr_scheduler_interval
+                options.lr_scheduler, optimizer
             )
         if options.precision == "fp16":
             self._scaler = self.objects["scaler"] = torch.amp.GradScaler(device.type)
@@ -134,9 +133,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(rate) for rate in rates if rate is not None]
 
 
-def make_scheduler(
-    make: Callable[[torch.optim.Optimizer], Any], optimizer: Any, interval: str = "epoch"
-) -> Any:
+def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any) -> Any:
     """Return the scheduler that the user's function creates for an optimizer.
 
     Parameters
@@ -145,14 +142,11 @@ def make_scheduler(
         The param ``lr_scheduler``.
     optimizer : torch.optim.Optimizer
         The optimizer.
-    interval : str
-        The param ``lr_scheduler_interval``.
 
     Raises
     ------
     ParamError
-        If the function fails, or does not return a scheduler of that optimizer. Also if the
-        scheduler's step needs arguments that it does not get.
+        If the function fails, or does not return a scheduler of that optimizer.
     """
     try:
         scheduler = make(optimizer)
@@ -172,26 +166,7 @@ def make_scheduler(
             "lr_scheduler: the function returned a scheduler of another optimizer. Create the "
             "scheduler within the function, for the optimizer that the function gets."
         )
-    gets_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    needed = [] if gets_loss and interval == "epoch" else _needed_by_step(scheduler)
-    if needed:
-        raise ParamError(
-            f"lr_scheduler: {type(scheduler).__name__}.step() needs {', '.join(needed)}, and "
-            f"lr_scheduler_interval={interval!r} passes nothing. "
-            + (
-                "Set lr_scheduler_interval='epoch', after which it gets val_loss, or else loss."
-                if gets_loss
-                else "Set a scheduler whose step() takes no argument, or step it in a callback."
-            )
-        )
     return scheduler
-
-
-def _needed_by_step(scheduler: Any) -> list[str]:
-    """Return the names of the arguments that a scheduler's step requires."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 class StepRate:

@@ -143,11 +143,6 @@ TABLE = (
         "They hold the hooks of parameters, which torch does not pickle.",
     ),
     Private(
-        "torch.nn.Module",
-        "_compiled_call_impl",
-        "It shows whether a module was compiled in place.",
-    ),
-    Private(
         "torch.nn.RNNBase",
         "_flat_weight_refs _init_flat_weights",
         "They refer to the parameters weakly, which torch.utils.swap_tensors rejects.",

@@ -45,17 +45,6 @@ def test_optimizers_that_need_a_closure_are_rejected(params):
     check({**params, "optimizer": optimizer, "train_minibatch_fn": print})
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_optimizers_with_a_scheduler_are_accepted(params, kind, caplog):
-    optimizer = kind(params["model"].parameters(), lr=0.1)
-    check({**params, "optimizer": optimizer})
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    check({**params, "optimizer": optimizer, "train_minibatch_fn": print, "stateful": [scheduler]})
-    assert "learning rate scheduler" not in caplog.text
-    check({**params, "optimizer": optimizer})
-    assert "its learning rate stays 0.05. Create the scheduler in a callback" in caplog.text
-
-
 class EndsWithMore:
     def on_train_end(self, epoch):
         pass
@@ -87,12 +76,12 @@ def test_callbacks_with_wrong_signatures_are_rejected(params):
     for callback, message in (
         (
             EndsWithMore(),
-            r"EndsWithMore.on_train_end\(epoch\) cannot be called as on_train_end\(\)",
+            r"EndsWithMore.on_train_end\(epoch\) of .* cannot be called as on_train_end\(\)",
         ),
         (BeginsWithOthers(), r"as on_train_begin\(module, optimizer\) .* 'model'"),
         (Attribute(), r"expected on_epoch_begin\(epoch\) of Attribute to be a method"),
-        (EarlyStopping("loss"), r"EarlyStopping.on_train_end\(.* Use LightningEstimator"),
-        (keras.callbacks.EarlyStopping(), r"EarlyStopping.on_train_begin\(.* Use KerasEstimator"),
+        (EarlyStopping("loss"), r"EarlyStopping.on_train_end\(.* of pytorch_lightning.* cannot"),
+        (keras.callbacks.EarlyStopping(), r"EarlyStopping.on_train_begin\(.* of keras.* cannot"),
     ):
         with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
             check({**params, "callbacks": [callback]})

@@ -12,7 +12,7 @@ import keras
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from wrong_calls import Calls, NoRanks, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -49,22 +49,6 @@ class Locked(Net):
     def __init__(self) -> None:
         super().__init__()
         self.lock = lock
-
-
-class NeedsEpoch:
-    """Scheduler with the step of timm's."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, epoch: int, metric: Any = None) -> None:
-        raise AssertionError(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class OneHook:
@@ -158,15 +142,6 @@ TORCH = {
         "lr_scheduler",
         "Create the scheduler within the function",
         lr_scheduler=lambda _: StepLR(other_optimizer(), 1),
-    ),
-    "lr_scheduler: a plateau of steps": torch_row(
-        "lr_scheduler",
-        "needs metrics.*Set lr_scheduler_interval='epoch'",
-        lr_scheduler=ReduceLROnPlateau,
-        lr_scheduler_interval="step",
-    ),
-    "lr_scheduler: needs an epoch": torch_row(
-        "lr_scheduler", r"NeedsEpoch.step\(\) needs epoch", lr_scheduler=NeedsEpoch
     ),
     "lr_scheduler: own step": torch_row(
         "lr_scheduler",

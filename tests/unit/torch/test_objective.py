@@ -92,8 +92,8 @@ def test_loss_constructors_get_their_arguments_and_must_allow_weights() -> None:
     }
 
     unweightable = make(losses=None, loss_constructors=(lambda: bias, second))
-    with pytest.raises(ParamError, match=r"^loss_constructors: .* cannot be weighted"):
-        unweightable.on_rank(torch.device("cpu"), **offered)
+    with pytest.raises(ParamError, match=r"^loss: .* cannot be weighted"):
+        unweightable.on_rank(torch.device("cpu"), **offered).evaluate(Two(), batch)
 
 
 def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> None:

@@ -1,7 +1,5 @@
 """Dry runs report mismatches before training, without side effects."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.dry_run import check_fit, output_shapes
-from hvd_estimators.torch.loss import check_reduced
 from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
@@ -39,33 +36,6 @@ def test_the_dry_run_returns_the_shape_of_one_row_per_output():
     assert fit(torch.nn.Linear(4, 7), loss=None) == [(7,)]
     assert fit(TwoOutputs(), None, TensorSpec(("x",), ("y", "wide"))) == [(), (2, 2)]
     assert output_shapes(TwoOutputs(), SPEC, [torch.zeros(5, 4)]) == [(), (2, 2)]
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        torch.nn.MSELoss(reduction="none"),
-        torch.nn.CrossEntropyLoss(reduction="none"),
-        torch.nn.KLDivLoss(reduction="none"),
-        functools.partial(F.mse_loss, reduction="none"),
-        functools.partial(F.cross_entropy, reduction="none"),
-    ],
-)
-def test_losses_without_reduction_are_rejected(loss):
-    with pytest.raises(ParamError, match=r"loss: .*reduction='none'\. Set reduction='mean'"):
-        check_reduced([loss])
-
-
-def test_own_losses_may_use_the_name_reduction():
-    class Focal(torch.nn.CrossEntropyLoss):
-        def forward(self, output, label):
-            return super().forward(output, label).mean()
-
-    def own(output, label, reduction):
-        return (output - label).mean()
-
-    losses = [Focal(reduction="none"), functools.partial(own, reduction="none")]
-    check_reduced([*losses, F.mse_loss, torch.nn.MSELoss(), torch.nn.NLLLoss(reduction="sum")])
 
 
 def test_metrics_are_tried_on_copies():
