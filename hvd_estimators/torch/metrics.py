@@ -120,22 +120,8 @@ def restore_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> N
     """
     for name, metric in named_metrics(module):
         captured = [part[name] for part in parts if name in part]
-        if not captured:
-            continue
-        for state, value in captured[0]["states"].items():
-            reduction = metric._reductions[state]
-            if len(captured) == 1 or (reduction is None and not isinstance(value, list)):
-                # Without a reduction, the states of several ranks do not merge into an updatable
-                # state.
-                setattr(metric, state, _on(metric.device, value))
-            elif isinstance(value, list):
-                values = [entry for part in captured for entry in part["states"][state]]
-                setattr(metric, state, _on(metric.device, values))
-            else:
-                stacked = torch.stack([part["states"][state] for part in captured])
-                setattr(metric, state, reduction(stacked).to(metric.device))
-        metric._update_count = sum(part["updates"] for part in captured)
-        metric._computed = captured[0]["computed"] if len(captured) == 1 else None
+        if captured:
+            _merge(metric, captured, resumes=True)
 
 
 def _state(metric: Any) -> dict[str, Any]:
@@ -154,14 +140,20 @@ def _merge_over_ranks(
     metric._update_count = updates
 
 
-def _merge(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``."""
+def _merge(metric: Any, parts: Sequence[Mapping[str, Any]], resumes: bool = False) -> None:
+    """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``.
+
+    A metric that ``resumes`` will be updated. Tensors without a reduction are then those of the
+    first part, because updates take no stack of them.
+    """
     # A rank without rows has the state of a new metric. Wrappers do not count their updates.
     updated = [part for part in parts if part["updates"]] or parts
     metric._update_count = sum(part["updates"] for part in updated)
-    metric._computed = None
+    metric._computed = parts[0]["computed"] if resumes and len(parts) == 1 else None
     for state, reduction in metric._reductions.items():
         values = [part["states"][state] for part in updated]
+        if resumes and reduction is None and not isinstance(values[0], list):
+            values = values[:1]
         if values:
             setattr(metric, state, _on(metric.device, _reduced(values, reduction, updated)))
 
@@ -170,8 +162,7 @@ def _reduced(values: Sequence[Any], reduction: Any, parts: Sequence[Mapping[str,
     if len(values) == 1 or (reduction is None and not any(part["updates"] for part in parts)):
         return values[0]
     if isinstance(values[0], list):
-        joined = [entry for value in values for entry in value]
-        return joined if reduction is None or not joined else reduction(joined)
+        return [entry for value in values for entry in value]
     mean = sys.modules["torchmetrics"].utilities.dim_zero_mean
     if reduction is mean and any(part["updates"] for part in parts):
         weights = torch.tensor([float(part["updates"]) for part in parts], dtype=torch.float64)
