@@ -158,7 +158,6 @@ class RunCheckpoints:
         history: tuple[EpochMetrics, ...],
         output_shapes: Any,
         measured: Mapping[str, Any] | None,
-        is_adding_up: bool,
         gradients: Mapping[str, torch.Tensor],
         stopped: bool = False,
     ) -> bool:
@@ -174,9 +173,6 @@ class RunCheckpoints:
             Shapes for `TrainResult.output_shapes`.
         measured : mapping or None
             This rank's metric sums and states of the epoch, see `MetricSums.state`.
-        is_adding_up : bool
-            Whether this rank has local gradients that are not averaged yet. If any rank does, the
-            run is not saved.
         gradients : mapping
             Averaged gradients that wait for a step, by parameter name; equal on all ranks.
         stopped : bool
@@ -190,7 +186,7 @@ class RunCheckpoints:
         if self._spec.run.checkpoints_path is None:
             return False
         buffers = ShardBuffers(self._module, self.shards, self._non_persistent)
-        own = measured, buffers.digests, is_adding_up
+        own = measured, buffers.digests
         state, of_ranks = gather_state(
             self._spec,
             history,
@@ -201,11 +197,7 @@ class RunCheckpoints:
             own,
             stopped=stopped,
         )
-        of_measured, digests, pending = zip(*of_ranks, strict=True)
-        if any(pending):
-            # A train_minibatch_fn may step less often than backward_passes_per_step.
-            logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
-            return False
+        of_measured, digests = zip(*of_ranks, strict=True)
         unequal = buffers.unequal(digests)
         position = Position(state.epoch, state.rows)
         content = self.content(gradients=dict(gradients), held=self._held())

@@ -542,7 +542,6 @@ class _Trainer:
             tuple(self.history),
             self.output_shapes,
             None if metric_sums is None else metric_sums.state(),
-            self.averager.pending,
             self.averager.unused_gradients(),
             self.stopped,
         )
