@@ -218,47 +218,46 @@ def check_fit(
         log_untried(error)
         return []
     tried = objective.on_rank(torch.device("cpu"))
-    is_joint = isinstance(tried.loss, JointLoss)
-    shapes, has_loss = [], False
-    with _called_in("evaluation"):
-        for raw in _try_call(module, False, tensors, batch):
-            shapes = _check_outputs(raw, tensors, batch)
-            if validates or not is_joint:
-                has_loss = _check_loss(tried, raw, batch)
-            if tried.metrics.names != []:
-                aligned = tensors.align(raw, batch.labels)
-                _check_metrics(tried.metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
-    if shapes and is_joint:
-        with _called_in("training"):
-            for raw in _try_call(module, True, tensors, batch):
-                has_loss = _check_loss(tried, raw, batch)
-    if has_loss:
-        _check_reduction(tried, batch, module)
+    is_joint, shapes = isinstance(tried.loss, JointLoss), []
+    with contextlib.suppress(_UntriedError):
+        raw = _call(module.eval(), tensors, batch)
+        shapes = _check_outputs(raw, tensors, batch)
+        if validates or not is_joint:
+            _check_loss(tried, raw, batch)
+        if tried.metrics.names != []:
+            aligned = tensors.align(raw, batch.labels)
+            _check_metrics(tried.metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
+        if is_joint:
+            _check_loss(tried, _call(module.train(), tensors, batch), batch)
+        if tried.loss is not None:
+            _check_reduction(tried, batch, module)
     return shapes
 
 
+class _UntriedError(Exception):
+    """An error that says nothing about the ranks, which have another machine or GPUs."""
+
+
 @contextlib.contextmanager
-def _called_in(mode: str) -> Iterator[None]:
-    """Let errors about shapes say in which mode the model was called."""
-    try:
-        yield
-    except ShapeError as error:
-        error.add_remedy(f"The model was called in {mode} mode.")
-        raise
-
-
-def _try_call(
-    module: torch.nn.Module, trains: bool, tensors: TensorSpec, batch: Batch
-) -> list[Any]:
-    """Return a list with the model's result; an empty list if the model cannot run here."""
+def _trying(describe: Callable[[Exception], str]) -> Iterator[None]:
+    """Run user code, and raise its errors as `ShapeError` with a description."""
     try:
         with torch_traceless():
-            module.train(trains)
-            return [tensors.call(module, batch.inputs)]
+            yield
+    except (ParamError, DataError):
+        raise
     except Exception as error:
         if leave_to_ranks(error):
-            return []
-        raise ShapeError(_not_taken(error, module, tensors, batch.inputs)) from error
+            raise _UntriedError from error
+        raise ShapeError(describe(error)) from error
+
+
+def _call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> Any:
+    mode = "training" if module.training else "evaluation"
+    with _trying(
+        lambda error: f"{_not_taken(error, module, tensors, batch.inputs)} (In {mode} mode.)"
+    ):
+        return tensors.call(module, batch.inputs)
 
 
 def _check_outputs(raw: Any, tensors: TensorSpec, batch: Batch) -> list[tuple[int, ...]]:
@@ -320,26 +319,24 @@ def check_own_step(
     except Exception as error:
         log_untried(error)
         return []
-    try:
-        with torch_traceless(), torch.enable_grad():
+
+    def failed(error: Exception) -> str:
+        return (
+            f"train_minibatch_fn failed on a batch of {_tensors_of(batch, objective.tensors)} with "
+            f"{type(error).__name__}: {error}. Set feature_cols, label_cols, input_shapes or "
+            "column_dtypes (such as {'label': 'int64'}) to what it expects."
+        )
+
+    with contextlib.suppress(_UntriedError):
+        with _trying(failed), torch.enable_grad():
             set_optimizer_mode(optimizer, training=True)
             weights = StepWeights()
             weights.start(batch.rows, batch.rows, passes_per_step)
             evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
-    except ParamError:
-        raise
-    except Exception as error:
-        if leave_to_ranks(error):
-            return []
-        raise ShapeError(
-            f"train_minibatch_fn failed on a batch of {_tensors_of(batch, objective.tensors)} with "
-            f"{type(error).__name__}: {error}. Set feature_cols, label_cols, input_shapes or "
-            "column_dtypes (such as {'label': 'int64'}) to what it expects."
-        ) from error
-    outputs: Sequence[Any] = evaluation.outputs
-    if all(isinstance(o, torch.Tensor) and o.dim() and len(o) == batch.rows for o in outputs):
-        _check_metrics(on_rank.metrics, evaluation)
-        return [tuple(output.shape[1:]) for output in outputs]
+        outputs: Sequence[Any] = evaluation.outputs
+        if all(isinstance(o, torch.Tensor) and o.dim() and len(o) == batch.rows for o in outputs):
+            _check_metrics(on_rank.metrics, evaluation)
+            return [tuple(output.shape[1:]) for output in outputs]
     return []
 
 
@@ -520,34 +517,23 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         ) from error
 
 
-def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> bool:
-    """Try a loss on what a model returned, and return whether there is one that can run here.
+def _check_loss(objective: RankObjective, raw: Any, batch: Batch) -> None:
+    """Try a loss, if there is one, on what a model returned."""
 
-    Raises
-    ------
-    ShapeError
-        If the loss fails.
-    ParamError
-        If the loss returns more than one number.
-    DataError
-        If a label is no class of the model.
-    """
-    if objective.loss is None:
-        return False
-    try:
-        with torch_traceless():
+    def failed(error: Exception) -> str:
+        return (
+            f"The loss cannot take outputs and labels: {type(error).__name__}: {error}. The model "
+            f"returned {_shapes_of(raw)}, for a batch of {_tensors_of(batch, objective.tensors)}. "
+            "Labels get the shape of their outputs if they have as many numbers. Set label_cols "
+            "and the model's outputs to the same shapes, label_shapes, or column_dtypes (such as "
+            "{'label': 'int64'} for class numbers)."
+        )
+
+    if objective.loss is not None:
+        with _trying(failed):
             # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
             float(objective.evaluated(raw, objective.weighted(batch)).loss)
-    except (ParamError, DataError):
-        raise
-    except Exception as error:
-        if leave_to_ranks(error):
-            return False
-        text = f"{type(error).__name__}: {error}"
-        failed = _joint_failed if isinstance(objective.loss, JointLoss) else _pairs_failed
-        raise ShapeError(failed(text, raw, batch, objective.tensors)) from error
-    return True
 
 
 def _shapes_of(raw: Any) -> str:
@@ -561,68 +547,29 @@ def _shapes_of(raw: Any) -> str:
     return type(raw).__name__
 
 
-def _joint_failed(error: str, raw: Any, batch: Batch, tensors: TensorSpec) -> str:
-    return (
-        f"The joint loss failed with {error}. The model returned {_shapes_of(raw)}, for a "
-        f"batch of {_tensors_of(batch, tensors)}. Set label_cols, label_shapes or "
-        "column_dtypes to what the loss expects."
-    )
-
-
-def _pairs_failed(error: str, raw: Any, batch: Batch, tensors: TensorSpec) -> str:
-    names = tensors.label_cols
-    aligned, targets = tensors.align(raw, batch.labels)
-    shapes = "; ".join(
-        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
-        for name, output, target in zip(names, aligned, targets, strict=True)
-    )
-    reshaped = [
-        f"{name} from {tuple(label.shape)}"
-        for name, label, target in zip(names, batch.labels, targets, strict=True)
-        if label.shape != target.shape
-    ]
-    hint = ""
-    if reshaped:
-        hint = (
-            f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
-            "loss can rely on that, and need not index the output (output[:, 0])."
-        )
-    return (
-        f"The loss cannot take outputs and labels ({shapes}): {error}. "
-        "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
-        f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
-    )
-
-
 def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
-    """Try metrics, which this changes.
-
-    Raises
-    ------
-    ParamError, ShapeError
-        If a metric fails, or returns more than one number.
-    """
+    """Try metrics, which this changes."""
+    given = "; ".join(
+        f"output {tuple(output.shape)}, label {tuple(label.shape)}"
+        for output, label in zip(evaluation.outputs, evaluation.labels, strict=False)
+    )
     for name, metric in metrics.each():
-        try:
-            with torch_traceless():
-                metric(evaluation)
-                EpochMetricStates(metric).update(evaluation)
-        except ParamError:
-            raise
-        except (ValueError, ArithmeticError) as error:
-            # The values of a few rows can cause it, such as labels of one class.
-            logger.info("metrics: %s cannot take the first rows (%s)", name, error)
-        except Exception as error:
-            if leave_to_ranks(error):
-                continue
-            given = "; ".join(
-                f"output {tuple(output.shape)}, label {tuple(label.shape)}"
-                for output, label in zip(evaluation.outputs, evaluation.labels, strict=False)
-            )
-            raise ShapeError(
+
+        def failed(error: Exception, name: str = name) -> str:
+            return (
                 f"metrics: {name} failed ({given}) with {report_error(error).headline}. Set "
                 "another metric, or column_dtypes (such as {'label': 'int64'}) to what it expects."
-            ) from error
+            )
+
+        with _trying(failed):
+            try:
+                metric(evaluation)
+                EpochMetricStates(metric).update(evaluation)
+            except ParamError:
+                raise
+            except (ValueError, ArithmeticError) as error:
+                # The values of a few rows can cause it, such as labels of one class.
+                logger.info("metrics: %s cannot take the first rows (%s)", name, error)
 
 
 def _check_reduction(objective: RankObjective, batch: Batch, module: torch.nn.Module) -> None:
