@@ -16,7 +16,7 @@ from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized
 from hvd_estimators.torch.objective import check_joint
-from hvd_estimators.torch.optimizer_step import StepOptions, check_first_order, make_scheduler
+from hvd_estimators.torch.optimizer_step import StepOptions, make_scheduler
 from hvd_estimators.torch.serialization import (
     check_parameters,
     dump_optimizer,
@@ -42,7 +42,6 @@ def check_training(settings: TorchSettings) -> None:
         raise ParamError(
             f"optimizer: expected a torch.optim.Optimizer, found {settings.optimizer!r}."
         )
-    check_first_order(settings.optimizer)
     needed = settings.train_minibatch_fn is None and _needed_of_step(settings.optimizer)
     if needed:
         raise ParamError(

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
-from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.torch.sharding import is_sharded
 from hvd_estimators.training.spec import named_weights
 
@@ -250,8 +249,6 @@ class GradientAverager:
                 yield from group["params"]
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        if current().size > 1:
-            check_first_order(optimizer)
         self._optimizers[optimizer] = None
         self._plans.clear()  # Its gradients may be sparse.
 

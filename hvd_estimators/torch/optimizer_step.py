@@ -247,19 +247,3 @@ def set_optimizer_mode(optimizer: torch.optim.Optimizer, training: bool) -> None
     train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
     if callable(train) and callable(evaluate):
         (train if training else evaluate)()
-
-
-def check_first_order(optimizer: torch.optim.Optimizer) -> None:
-    """Reject an optimizer that differentiates gradients: a mean over ranks has no graph.
-
-    Raises
-    ------
-    ParamError
-        If the optimizer has ``is_second_order`` set, as timm's Adahessian does.
-    """
-    if getattr(optimizer, "is_second_order", False):
-        raise ParamError(
-            f"optimizer: {type(optimizer).__name__} differentiates gradients, and gradients that "
-            "were averaged over ranks cannot be differentiated. Set an optimizer that uses first "
-            "derivatives only."
-        )

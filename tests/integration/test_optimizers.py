@@ -23,7 +23,6 @@ from pytorch_lightning import LightningModule
 from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches, write_rows
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
@@ -140,13 +139,6 @@ def test_all_optimizers_train_and_resume_bit_for_bit(ranks: Any, store: Any, fit
     if fit is fit_lightning:  # which trains in the closure that this optimizer does not call
         del makers["own.SlowWeights"]
     check_all(ranks, store, [fit], makers, whole=True)
-
-
-def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), ROWS)
-    timm = import_timm_optimizers()
-    with pytest.raises(ParamError, match="Adahessian differentiates gradients"):
-        fit_torch("", timm.Adahessian, settings(ranks, store, "second", 1))
 
 
 class Noisy(torch.optim.SGD):
