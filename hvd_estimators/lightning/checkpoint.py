@@ -245,7 +245,6 @@ class RunCheckpoint(Callback):
         if not self._has_compared_ranks:
             self._has_compared_ranks = True
             check_same_weights(pl_module, trainer.current_epoch, self.spec.run)
-            _averager(trainer).warn_of_untrained()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store gradients that no step has used; a longer run uses them."""

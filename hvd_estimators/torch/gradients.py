@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,15 +15,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.sharding import is_sharded
-from hvd_estimators.training.spec import named_weights
-
-logger = logging.getLogger(__name__)
-
-_UNUSED_GRADIENTS = (
-    "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "
-    "trained. Give them to an optimizer, or call requires_grad_(False) on them. The weights of a "
-    "loss are trained if the loss is a part of the model."
-)
 
 _BUCKET_BYTES = 16 * 2**20
 
@@ -69,8 +59,6 @@ class GradientAverager:
 
     Attributes
     ----------
-    steps : int
-        Steps of the followed optimizers.
     weights : StepWeights
         Weights of the losses of a step, which divide the gradients.
     """
@@ -104,7 +92,6 @@ class GradientAverager:
         self._unused: set[torch.Tensor] = set()
         self._in_pass = self._accumulating = self._pending = False
         self._reductions = 0
-        self.steps = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
@@ -157,21 +144,6 @@ class GradientAverager:
                 parameter.grad = gradients[name].to(parameter.device)
                 self._unused.add(parameter)
                 self._averaged.add(parameter)
-
-    def without_optimizer(self) -> list[str]:
-        """Return the names of parameters that have gradients but no optimizer."""
-        owned = {id(parameter) for parameter in self._owned()}
-        return [
-            name
-            for name, parameter in self._named()
-            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in owned
-        ]
-
-    def warn_of_untrained(self) -> None:
-        """Warn, on rank 0, about parameters that have gradients but no optimizer."""
-        names = self.without_optimizer()
-        if names and current().rank == 0:
-            logger.warning(_UNUSED_GRADIENTS, named_weights(names))
 
     @contextlib.contextmanager
     def averaging(self, accumulate: bool = False) -> Iterator[None]:
@@ -353,7 +325,6 @@ class GradientAverager:
             self._reduce()
         self._unused.difference_update(trained)
         self._averaged.difference_update(trained)
-        self.steps += 1
 
 
 class _AveragedClosure(functools.partial[Any]):

@@ -342,8 +342,6 @@ class _Trainer:
         if epoch == self.first_epoch:
             outside = self.averager.outside
             check_same_weights(self.original_module, epoch, self.spec.run, outside)
-            if self.objective.has_own_step:
-                self.averager.warn_of_untrained()
         self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         self.progress.end_training()
@@ -406,7 +404,7 @@ class _Trainer:
             if self.is_sharded and self.last_batch is None:
                 self.last_batch = self._any_batch(columns for _, columns in parts)
             totals = self.objective.totals([columns for _, columns in parts])
-            losses, steps_before = [], self.averager.steps
+            losses = []
             end = first + len(window)
             # The last batch of an epoch gets a number after which the user's function steps.
             skipped = self.num_micro_batches - len(window)
@@ -434,8 +432,6 @@ class _Trainer:
                 self.step.step()
             elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
                 self._warn_of_last_batches()
-            if not (self.objective.has_own_step or steps_before):
-                self.averager.warn_of_untrained()
             done = end // batch_passes
             if self.progress.count_step():
                 self.progress.step(done, metric_sums.means())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from backends import InProcessBackend
 from estimators import exact_params
 from pytorch_lightning import Callback, LightningModule
 from rank_pool import StandingBackend, shared_ranks
