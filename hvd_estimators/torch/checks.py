@@ -25,7 +25,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.settings import TorchSettings
 from hvd_estimators.torch.shard_state import reductions_of
-from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
+from hvd_estimators.torch.stateful import is_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ def check_training(settings: TorchSettings) -> None:
         raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
     if settings.store.saving_runs():
         _check_extra_state(plain_module(settings.model))
-        _warn_of_undeclared_state(settings)
 
 
 def check_column_dtypes(settings: TorchSettings) -> None:
@@ -266,21 +265,6 @@ def _check_joint_loss(settings: TorchSettings, name: str) -> None:
             "metrics: they compare outputs to labels, one to one, found "
             f"label_cols={labels}, outputs={chosen}. Leave metrics out, or set one output per "
             "label in outputs."
-        )
-
-
-def _warn_of_undeclared_state(settings: TorchSettings) -> None:
-    """Warn if train_minibatch_fn is set and no object with a state is declared."""
-    if settings.train_minibatch_fn is None or settings.stateful is not None:
-        return
-    given = {name: settings.get(name) for name in ("train_minibatch_fn", "callbacks")}
-    declared = StatefulObjects(given, plain_module(settings.model), (settings.optimizer,))
-    if not any(declared.items()):
-        logger.warning(
-            "train_minibatch_fn is set and stateful is not. If the function uses objects with "
-            "state, such as a scheduler or a GradScaler, checkpoints do not hold their state, "
-            "and a resumed run starts with the state from before training. Set stateful=[...] "
-            "to these objects, or stateful=[] if there are none."
         )
 
 

@@ -146,45 +146,19 @@ def test_globals_of_importable_modules_are_not_copied(
     assert step() is counter is steps.counter
 
 
-def test_estimators_reject_and_report_state_that_is_not_declared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scaler, mse = Counter(), torch.nn.MSELoss()
-    hidden = [scaler]
-
-    def uses_scaler(model: Any, optimizer: Any) -> Any:
-        return hidden[0]
-
-    net = torch.nn.Linear(1, 1)
-    made = torch.optim.SGD(net.parameters(), 0.1)
-
-    def warnings_of(**params: Any) -> list[str]:
-        caplog.clear()
-        given = {"label_cols": ["y"], "feature_cols": ["x"], "loss": mse, "optimizer": made}
-        store = LocalStore(str(tmp_path))
-        estimator = TorchEstimator(model=net, store=store, **given, **params)
-        Fit(estimator).framework.check()
-        return [record.getMessage() for record in caplog.records]
-
-    (message,) = warnings_of(train_minibatch_fn=uses_scaler)
-    assert message.startswith("train_minibatch_fn is set and stateful is not.")
-    assert message.endswith("or stateful=[] if there are none.")
-    for stateful in ([scaler], []):
-        assert not warnings_of(train_minibatch_fn=uses_scaler, stateful=stateful)
-    assert not warnings_of(train_minibatch_fn=Holder(scaler=scaler))
-    # A variable of the function is not found.
-    assert warnings_of(train_minibatch_fn=lambda model, optimizer: scaler)
-    hook = Holder(scaler=scaler, on_train_end=lambda: None)
-    assert not warnings_of(train_minibatch_fn=uses_scaler, callbacks=[hook])
-    assert not warnings_of()
+def test_estimators_reject_state_that_no_checkpoint_holds(tmp_path: Path) -> None:
     net = torch.nn.Sequential(Unloadable())
-    made = torch.optim.SGD(net.parameters(), 0.1)
+    estimator = TorchEstimator(
+        **{"model": net, "store": LocalStore(str(tmp_path)), "loss": torch.nn.MSELoss()},
+        **{"optimizer": torch.optim.SGD(net.parameters(), 0.1)},
+        **{"label_cols": ["y"], "feature_cols": ["x"]},
+    )
     with pytest.raises(ParamError, match=r"model: '0\._extra_state' .* from get_extra_state\(\)"):
-        warnings_of()
+        Fit(estimator).framework.check()
     with pytest.raises(ParamError, match=r"stateful: expected objects with state_dict\(\) and"):
-        TorchEstimator(stateful=[scaler, 3])
+        TorchEstimator(stateful=[Counter(), 3])
     with pytest.raises(ParamError, match="stateful: expected a list"):
-        TorchEstimator(stateful=scaler)
+        TorchEstimator(stateful=Counter())
 
 
 def test_unsavable_state_is_skipped_with_one_warning(
