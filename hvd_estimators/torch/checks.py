@@ -112,20 +112,6 @@ def check_batch_size(settings: TorchSettings) -> None:
             )
 
 
-def check_layers(settings: TorchSettings, collectives: str) -> None:
-    """Check that the model's layers can use the collectives."""
-    if collectives == "horovod":
-        return
-    for name, layer in plain_module(settings.model).named_modules():
-        if type(layer).__module__.startswith("horovod."):
-            raise ParamError(
-                f"collectives: expected 'horovod', because the model's layer {name!r} is a "
-                f"{type(layer).__name__} of Horovod, found {settings.collectives!r}"
-                f", which stands for torch.distributed here. Set collectives='horovod', or "
-                "another layer."
-            )
-
-
 def check_sharding(settings: TorchSettings) -> None:
     """Check that the ranks can share the model's parameters."""
     mode, module = settings.sharding, settings.model

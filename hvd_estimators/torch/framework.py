@@ -34,7 +34,6 @@ from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_batch_size,
     check_column_dtypes,
-    check_layers,
     check_sharding,
     check_training,
 )
@@ -140,7 +139,6 @@ class TorchFramework(Framework):
         check_batch_size(settings)
         self.check_training()
         check_collectives(self)
-        check_layers(settings, self.collectives)
         check_sharding(settings)
         check_column_dtypes(settings)
         super().check()

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -106,9 +105,6 @@ def test_wrong_values_and_combinations_are_rejected_on_the_driver(
     assert LightningEstimator(collectives="torch").copy().getCollectives() == "torch"
     with pytest.raises(ParamError, match=r"collectives: expected one of 'auto', .* found 'gloo'"):
         TorchEstimator().setCollectives("gloo")
-    normalized = torch.nn.Sequential(torch.nn.Linear(1, 2), hvd.SyncBatchNorm(2))
-    with pytest.raises(ParamError, match=r"layer '1' is a SyncBatchNorm of Horovod, found 'torch'"):
-        fit(store, model=normalized, collectives="torch")
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
     with pytest.raises(DependencyError, match="Set collectives='torch', or run"):
         fit(store, collectives="horovod")
