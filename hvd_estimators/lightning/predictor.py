@@ -17,9 +17,9 @@ from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
+from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import (
     TorchPredictor,
-    autocast,
     limit_threads,
     transform_spec,
 )
@@ -212,7 +212,7 @@ class RowPredictor:
             with (
                 naming_inputs(functools.partial(_described_row, named)),
                 torch.no_grad(),
-                autocast("cpu", self._precision),
+                autocast(self._precision, "cpu"),
             ):
                 row = Row(**named)
                 predicted.append(_outputs(self._function(self._module, row)))

@@ -17,8 +17,10 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.training.spec import EpochMetrics, measured, monitored
 
-PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of the param ``precision``, and the type of autocast's operations."""
+PRECISIONS = ("32", "bf16", "fp16")
+"""Values of the param ``precision``."""
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 INTERVALS = ("epoch", "step")
 """Values of the param ``lr_scheduler_interval``."""
@@ -36,9 +38,13 @@ class StepOptions:
 
 
 def autocast(precision: str, device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that computes in the precision of the param ``precision``."""
-    dtype = PRECISIONS[precision]
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+    """Return a context that computes in a half precision, if ``precision`` names one.
+
+    Values of the params ``precision`` and ``inference_precision`` do.
+    """
+    if precision in ("32", "float32"):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, _HALVES.get(precision) or getattr(torch, precision))
 
 
 class OptimizerStep:

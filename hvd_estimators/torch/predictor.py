@@ -20,6 +20,7 @@ from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
+from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import (
@@ -87,7 +88,7 @@ class Forward:
                 # Covers tensors that a module creates on "cuda".
                 stack.enter_context(torch.cuda.device(self.device))
             fetched = self._fetch(inputs)()
-            stack.enter_context(autocast(self.device.type, self._precision))
+            stack.enter_context(autocast(self._precision, self.device.type))
             with torch.no_grad():
                 return self._return(self._called(call, fetched))
 
@@ -106,13 +107,6 @@ class Forward:
         outputs = [_as_floats(output.detach()) for output in call(inputs)]
         self._needs_autograd = True
         return outputs
-
-
-def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for computing in a half precision; it has no effect for float32."""
-    if precision == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, getattr(torch, precision))
 
 
 def limit_threads(num_threads: int | None) -> None:
