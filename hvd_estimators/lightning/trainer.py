@@ -317,7 +317,7 @@ class _Trainer:
             _load_best(self.trainer, self.module, self.checkpoint_io)
             if self.base is not None:
                 self.base.remove(self.module.cpu())
-            state = trained_file(self.module, lambda: load_module(self.spec.module, True), {})
+            state = trained_file(self.module, lambda: load_module(self.spec.module, True))
         return TrainResult(
             combined_digest(digests),
             state,

@@ -200,7 +200,14 @@ class RunCheckpoints:
         of_measured, digests = zip(*of_ranks, strict=True)
         unequal = buffers.unequal(digests)
         position = Position(state.epoch, state.rows)
-        content = self.content(gradients=dict(gradients), held=self._held())
+        content: dict[str, Any] = {}
+        if self._rank == 0 or self.is_sharded:
+            content = {
+                "model": self._module.state_dict(),
+                **optimizer_content(self._optimizer, self._module),
+                "gradients": dict(gradients),
+                "held": self._stateful.capture(),
+            }
         files: tuple[TensorFile, ...] = ()
         if self.is_sharded:
             content, files = write_parts(self.writer, position, content)
@@ -238,23 +245,6 @@ class RunCheckpoints:
                 "and dicts."
             )
         self._is_checked = True
-
-    def _held(self) -> dict[str, Any]:
-        """Return the states of the user's objects, on the ranks that need them."""
-        return self._stateful.capture() if self._rank == 0 or self.is_sharded else {}
-
-    def content(self, **further: Any) -> dict[str, Any]:
-        """Return the states of module and optimizer, and further values.
-
-        Ranks other than rank 0 need them with sharding only.
-        """
-        if not (self._rank == 0 or self.is_sharded):
-            return {}
-        return {
-            "model": self._module.state_dict(),
-            **optimizer_content(self._optimizer, self._module),
-            **further,
-        }
 
     def _place(self, key: str, stored: StoredTensor) -> Any:
         """Return the replacement of a tensor in the ranks' files when a checkpoint is loaded."""

@@ -31,13 +31,7 @@ from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
 )
-from hvd_estimators.torch.serialization import (
-    dump_optimizer,
-    load_module,
-    load_optimizer,
-    load_trained,
-    restore_optimizer,
-)
+from hvd_estimators.torch.serialization import load_module, load_trained
 from hvd_estimators.torch.sharding import MODES
 from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.stateful import has_state
@@ -256,14 +250,9 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         given: Callable[[], TrainedObjects] = functools.cache(
             lambda: load_module(run_results.spec.objects)
         )
-        module, state = load_trained(run_results.state, lambda: given().module)
+        module, others = load_trained(run_results.state, lambda: given().module)
         find_weights_in(module, run_results.spec.store)
-        if state["others"]:
-            optimizer, returned = state["others"]
-        else:
-            document, returned = dump_optimizer(given().optimizer, given().module), given().returned
-            optimizer = load_optimizer(document, module)
-            restore_optimizer(optimizer, module, state)
+        optimizer, returned = others or (given().optimizer, given().returned)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

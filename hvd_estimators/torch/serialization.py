@@ -504,7 +504,6 @@ def load_state(file: IO[bytes] | str) -> dict[str, Any]:
 def trained_file(
     module: torch.nn.Module,
     given: Callable[[], torch.nn.Module],
-    further: Mapping[str, Any],
     others: tuple[Any, ...] = (),
 ) -> LocalFile:
     """Write a trained module and the objects that share it to a file. Runs on the ranks.
@@ -517,8 +516,6 @@ def trained_file(
         The module; it is moved to the CPU, unless it has weights in files.
     given : callable
         Returns the module that the rank received.
-    further : mapping
-        Tensors and plain values.
     others : tuple
         Further objects, such as the optimizer.
     """
@@ -528,7 +525,7 @@ def trained_file(
     try:
         # Ranks, and callbacks on them, have registered step hooks.
         with open(local.path, "wb") as file:
-            _write({**further, "objects": (module, *others)}, file)
+            _write({"objects": (module, *others)}, file)
         return local
     except Exception as error:
         failure = error
@@ -540,41 +537,41 @@ def trained_file(
     weights = {name: value for name, value in tensors if not value.is_meta}
     lost = f"{type(failure).__name__}: {failure}"
     with open(local.path, "wb") as file:
-        _write({**further, "model": weights, "lost": lost}, file)
+        _write({"model": weights, "lost": lost}, file)
     return local
 
 
 def load_trained(
     state: LocalFile, given: Callable[[], torch.nn.Module]
-) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Load the module that `trained_file` wrote, and all values. Runs on the driver.
+) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """Load the module that `trained_file` wrote, and the others. Runs on the driver.
 
     Parameters
     ----------
     state : LocalFile
         The file.
     given : callable
-        Returns a copy of the original module. The copy gets the weights if the file has no module.
+        Returns the module from before training, which gets the weights if the file has no module.
 
     Returns
     -------
     module : torch.nn.Module
         The trained module.
-    content : dict
-        The values. ``others`` has the further objects, and is empty if one cannot be pickled.
+    tuple
+        The further objects; empty if one cannot be pickled.
     """
     content: dict[str, Any] = load_module(state)
     if "objects" in content:
-        module, *content["others"] = content["objects"]
-        return module, content
+        module, *others = content["objects"]
+        return module, tuple(others)
     logger.warning(
         "The trained model, optimizer, loss or metrics cannot be pickled (%s). The returned model "
-        "has the trained weights, and otherwise the attributes from before training.",
+        "has the trained weights. The rest is as before training.",
         content["lost"],
     )
     module = given()
     plain_module(module).load_state_dict(content["model"], strict=False)
-    return module, {**content, "others": []}
+    return module, ()
 
 
 def read_content(file: IO[bytes], safe: bool, folder: tuple[Store, str]) -> dict[str, Any]:

@@ -296,14 +296,11 @@ class _Trainer:
         elif self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
-            content = self.checkpoints.content()
-            del content["model"]
             if self.base is not None:
                 self.base.remove(self.original_module.cpu())
             state = trained_file(
                 self.module,
                 lambda: load_module(spec.objects, mapped=True).module,
-                content,
                 (self.optimizer, self.returned),
             )
         shapes = tuple(map(tuple, self.output_shapes or ())) or None

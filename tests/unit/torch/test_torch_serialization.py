@@ -372,10 +372,9 @@ def test_trained_objects_return_together_and_without_hooks_of_the_rank(caplog):
     def loss():
         return module[0].weight
 
-    file = trained_file(module, network, {"n": 3}, (optimizer, loss))
-    trained, content = load_trained(file, network)
-    own, its_loss = content["others"]
-    assert content["n"] == 3
+    trained, (own, its_loss) = load_trained(
+        trained_file(module, network, (optimizer, loss)), network
+    )
     assert its_loss() is trained[0].weight is own.param_groups[0]["params"][0]
     assert own.param_groups[1]["lr"] == 0.3
     optimizer._optimizer_step_post_hooks.clear()
@@ -384,8 +383,8 @@ def test_trained_objects_return_together_and_without_hooks_of_the_rank(caplog):
         assert torch.equal(trained.state_dict()[name], value)
     # An object that cannot be pickled costs the others all but the weights.
     module.steps = 7
-    trained, content = load_trained(trained_file(module, network, {"n": 4}, (lock,)), network)
-    assert (hasattr(trained, "steps"), content["others"], content["n"]) == (False, [], 4)
+    trained, others = load_trained(trained_file(module, network, (lock,)), network)
+    assert (hasattr(trained, "steps"), others) == (False, ())
     assert torch.equal(trained[2].weight, module[2].weight)
     assert "cannot be pickled (TypeError: cannot pickle '_thread.lock' object)" in caplog.text
 
