@@ -397,33 +397,32 @@ def restore_optimizer(
     module : torch.nn.Module
         Module with the parameters.
     content : mapping
-        Result of `optimizer_content`. Added groups with parameters outside the module, which do not
-        exist here, are skipped.
+        Result of `optimizer_content`; ``"options"`` may be missing.
+
+    Raises
+    ------
+    ParamError
+        If training has added parameters that are not the module's.
     """
     named = dict(plain_module(module).named_parameters())
     state = content["optimizer"]
     saved_groups = content.get("options") or state["param_groups"]
-    groups = list(zip(saved_groups, content.get("groups", ()), strict=False))
-    lost = [
-        number
-        for number, (_, names) in enumerate(groups)
-        if number >= len(optimizer.param_groups) and not all(name in named for name in names)
-    ]
-    for number, (saved, names) in enumerate(groups):
-        if number in lost:
+    for number, (saved, names) in enumerate(zip(saved_groups, content["groups"], strict=True)):
+        is_new = number >= len(optimizer.param_groups)
+        if not is_new and len(names) <= len(optimizer.param_groups[number]["params"]):
             continue
-        if number >= len(optimizer.param_groups):
+        if not named.keys() >= set(names):
+            raise ParamError(
+                "optimizer: training has added parameters that are not the model's, which a "
+                "resumed run does not have. Make them a part of the model, or add their group in "
+                "a callback's on_train_begin()."
+            )
+        parameters = [named[name] for name in names]
+        if is_new:
             options = {key: value for key, value in saved.items() if key != "params"}
-            optimizer.add_param_group({**options, "params": [named[name] for name in names]})
-        elif len(names) > len(optimizer.param_groups[number]["params"]):
-            optimizer.param_groups[number]["params"][:] = [named[name] for name in names]
-    if lost and _is_of_torch(state):
-        keys = {key for number in lost for key in state["param_groups"][number]["params"]}
-        state = {
-            **state,
-            "state": {key: value for key, value in state["state"].items() if key not in keys},
-            "param_groups": [g for n, g in enumerate(state["param_groups"]) if n not in lost],
-        }
+            optimizer.add_param_group({**options, "params": parameters})
+        else:
+            optimizer.param_groups[number]["params"][:] = parameters
     load_optimizer_state(optimizer, state)
 
 

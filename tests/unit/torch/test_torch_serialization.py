@@ -398,15 +398,13 @@ def test_parameter_groups_added_in_training_are_restored():
     net, optimizer = pair()
     optimizer.param_groups[0]["params"].append(net[0].bias)
     optimizer.add_param_group({"params": [net[1].weight], "lr": 0.2})
-    # For example a parameter of a loss, which does not exist elsewhere.
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     optimizer.add_param_group({"params": [net[2].bias], "lr": 0.3})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     content = optimizer_content(optimizer, net)
-    assert content["groups"] == [["0.weight", "0.bias"], ["1.weight"], [""], ["2.bias"]]
+    assert content["groups"] == [["0.weight", "0.bias"], ["1.weight"], ["2.bias"]]
 
     other, found = pair()
     restore_optimizer(found, other, content)
@@ -417,6 +415,8 @@ def test_parameter_groups_added_in_training_are_restored():
     assert names == [["0.weight", "0.bias"], ["1.weight"], ["2.bias"]]
     for parameter, original in ((other[2].bias, net[2].bias), (other[0].bias, net[0].bias)):
         assert torch.equal(found.state[parameter]["exp_avg"], optimizer.state[original]["exp_avg"])
-    # As saved by an old version, which stored no names.
-    older, again = pair()
-    restore_optimizer(again, older, {"optimizer": pair()[1].state_dict()})
+    # For example a parameter of a loss, which does not exist elsewhere.
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    other, found = pair()
+    with pytest.raises(ParamError, match="training has added parameters that are not the model's"):
+        restore_optimizer(found, other, optimizer_content(optimizer, net))
