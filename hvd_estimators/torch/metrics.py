@@ -31,7 +31,7 @@ _LOSS = "loss"
 _VALIDATION = "val_"
 
 
-def has_state(metric: Any) -> bool:
+def is_of_torchmetrics(metric: Any) -> bool:
     """Return whether an object is a torchmetrics metric or a collection of such metrics."""
     return _is_a(metric, "Metric") or _is_a(metric, "MetricCollection")
 
@@ -253,14 +253,14 @@ class Metrics:
     @property
     def function_names(self) -> list[str]:
         """Names of the metric functions, the values of which are averaged."""
-        return [name for name, member in self._members() if not has_state(member.metric)]
+        return [name for name, member in self._members() if not is_of_torchmetrics(member.metric)]
 
     @property
     def names(self) -> list[str] | None:
         """Names of all values; None if only the results determine the names."""
         names: list[str] = []
         for name, member in self._members():
-            if has_state(member.metric) and not _has_scalar_values(member.metric):
+            if is_of_torchmetrics(member.metric) and not _has_scalar_values(member.metric):
                 return None
             names += [name] if member.keys is None else member.keys.values()
         return names
@@ -276,7 +276,7 @@ class Metrics:
         measured: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, member in self._members():
-                if not has_state(member.metric):
+                if not is_of_torchmetrics(member.metric):
                     output = evaluation.outputs[member.index].detach()
                     value = member.metric(output, evaluation.labels[member.index])
                     measured[name] = torch.as_tensor(value, device=output.device)
@@ -303,7 +303,7 @@ class Metrics:
     def with_state(self) -> Iterator[tuple[str, Any, int]]:
         """Yield name, metric and output position of each torchmetrics metric."""
         for name, member in self._members():
-            if has_state(member.metric):
+            if is_of_torchmetrics(member.metric):
                 yield name, member.metric, member.index
 
     def by_group(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -548,7 +548,7 @@ def _has_scalar_values(metric: Any) -> bool:
     """Return whether each metric has one value, judging by its attributes."""
     members = metric.values() if isinstance(metric, torch.nn.ModuleDict) else [metric]
     return all(
-        not any(has_state(part) for part in member.children())
+        not any(is_of_torchmetrics(part) for part in member.children())
         and getattr(member, "average", "") not in (None, "none")
         for member in members
     )
@@ -559,7 +559,8 @@ def _takes_class_numbers(metric: Any) -> bool:
     leaves = [
         part
         for part in metric.modules()
-        if has_state(part) and not any(has_state(child) for child in part.children())
+        if is_of_torchmetrics(part)
+        and not any(is_of_torchmetrics(child) for child in part.children())
     ]
     return all(type(leaf).__module__.startswith("torchmetrics.classification") for leaf in leaves)
 
