@@ -427,8 +427,6 @@ class _Trainer:
             ends_epoch = end >= steps
             if not self.objective.has_own_step:
                 self.step.step()
-            elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
-                self._warn_of_last_batches()
             done = end // batch_passes
             if self.progress.count_step():
                 self.progress.step(done, metric_sums.means())
@@ -550,15 +548,6 @@ class _Trainer:
                 except StopIteration:
                     stops = True
         return bool(self.callbacks) and sum_over_ranks(float(stops), "stop_training") > 0
-
-    def _warn_of_last_batches(self) -> None:
-        if self.rank == 0:
-            logger.warning(
-                "train_minibatch_fn: it did not step after the last batches of the epoch, whose "
-                "gradients wait for its next step. Let it take batch_idx, and step if "
-                "(batch_idx + 1) %% %d == 0: the last batch of an epoch has such a number.",
-                self.num_micro_batches,
-            )
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:
         for callback in self.callbacks:
