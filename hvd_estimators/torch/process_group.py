@@ -33,6 +33,8 @@ from hvd_estimators.training.horovod_session import check_ranks, horovod_session
 # The module does not declare its names for type checkers.
 dist: Any = torch.distributed
 
+# Ranks that start apart connect within this time.
+_LEAST_SECONDS = 30.0
 # Gloo and NCCL need a limit, and a rank may read, validate or save for long.
 _MOST_SECONDS = 365 * 86400.0
 
@@ -198,7 +200,7 @@ def _make_group(store: Any, places: Places, use_gpu: bool) -> None:
     given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
     seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
     connected: concurrent.futures.Future[None] = concurrent.futures.Future()
-    limit = min(hold_up_limit(os.environ), _MOST_SECONDS)
+    limit = min(max(hold_up_limit(os.environ), _LEAST_SECONDS), _MOST_SECONDS)
 
     def connect() -> None:
         try:
