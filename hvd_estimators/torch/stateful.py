@@ -1,8 +1,8 @@
 """State of the user's objects in checkpoints: schedulers, scalers, averages of weights.
 
 A checkpoint holds the state of an object if it has ``state_dict()`` and ``load_state_dict()``, and
-is given in a param, or is an attribute of a given object, of the module or of its layers. Used by
-torch and Lightning.
+is given in a param, or is an attribute (or in a list or dict that is one) of a given object, of the
+module or of its layers. Used by torch and Lightning.
 """
 
 from __future__ import annotations
@@ -148,9 +148,13 @@ class StatefulObjects:
 
 
 def _attributes(name: str, value: Any, ignored: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes, and the entries of those that are lists, tuples or dicts."""
     for attribute, entry in list(getattr(value, "__dict__", {}).items()):
         if attribute not in ignored:
             yield f"{name}.{attribute}", entry
+            if isinstance(entry, (*_LISTS, *_DICTS)):
+                pairs = entry.items() if isinstance(entry, _DICTS) else enumerate(entry)
+                yield from ((f"{name}.{attribute}[{key!r}]", part) for key, part in pairs)
 
 
 def has_state(value: Any) -> bool:

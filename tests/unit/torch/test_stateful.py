@@ -66,7 +66,8 @@ class Holder:
         (lambda c: c, "it"),
         (lambda c: [c], "it[0]"),
         (lambda c: Holder(scheduler=c, number=3), "it.scheduler"),
-        (lambda c: [Holder(), Holder(mine=c, again=c)], "it[1].mine"),
+        (lambda c: Holder(all={"a": c}), "it.all['a']"),
+        (lambda c: [Holder(), Holder(mine=[0, c], again=c)], "it[1].mine[1]"),
     ],
 )
 def test_state_of_given_objects_and_their_attributes_is_restored(
