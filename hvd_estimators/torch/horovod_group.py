@@ -177,7 +177,7 @@ class HorovodGroup(dist.ProcessGroup):
     def _exchange(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         sent = [_bytes(part) for part in parts]
         sizes, name = [part.numel() for part in sent], f"{self._prefix}.alltoall"
-        received, _ = self._hvd.alltoall(torch.cat(sent), torch.tensor(sizes), name=name)
+        received, _ = self._hvd.alltoall(torch.cat(sent), sizes, name=name)
         _fill(outputs, received)
 
 

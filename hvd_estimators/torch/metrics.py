@@ -143,7 +143,7 @@ def _merge_over_ranks(
 def _merge(metric: Any, parts: Sequence[Mapping[str, Any]], resumes: bool = False) -> None:
     """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``.
 
-    A metric that ``resumes`` will be updated. Tensors without a reduction are then those of the
+    A metric that ``resumes`` will be updated. It then gets tensors without a reduction from the
     first part, because updates take no stack of them.
     """
     # A rank without rows has the state of a new metric. Wrappers do not count their updates.

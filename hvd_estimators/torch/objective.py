@@ -39,8 +39,6 @@ from hvd_estimators.training.row_weights import check_rank
 LOSS_FORMS = ("per_label", "joint")
 """Loss forms: one loss per output and label, or a single loss over all outputs and labels."""
 
-_OFFERED = ("outputs", "labels", "inputs", "sample_weights")
-
 
 class JointLoss(LossParts):
     """Single loss over all outputs and labels, such as a variational autoencoder's.

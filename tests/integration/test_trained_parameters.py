@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +116,6 @@ def test_parameters_unfrozen_during_training_train_as_one_process(
         found = fit("parts", epochs)
     for value, other in zip(found.parameters(), whole.parameters(), strict=True):
         assert torch.equal(value, other)
-
-
-def test_unused_gradients_are_reported(store: Any, caplog: pytest.LogCaptureFixture) -> None:
-    batches(store)
-    net = make_net()
-    with caplog.at_level(logging.WARNING):
-        optimizer = torch.optim.SGD(net[2].parameters(), lr=0.01)
-        fit_torch(InProcessBackend(), store, net, optimizer).fit_on_parquet()
-    (message,) = [r.getMessage() for r in caplog.records if "no optimizer" in r.getMessage()]
-    assert "0.weight, 0.bias" in message
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning"])

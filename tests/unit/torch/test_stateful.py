@@ -89,7 +89,7 @@ def test_weights_that_only_a_declared_optimizer_refers_to_need_a_module() -> Non
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight, *NET.parameters()], lr=0.1)
     held = StatefulObjects({"stateful": [optimizer]}, NET)
-    with pytest.raises(ParamError, match=r"^stateful\[0\]: .* ParameterList\(parameters\)"):
+    with pytest.raises(ParamError, match=r"^stateful\[0\]: .*ParameterList\(parameters\)"):
         held.capture()
     held = StatefulObjects({"stateful": [optimizer, torch.nn.ParameterList([weight])]}, NET)
     assert [name for name, _ in held.items()] == ["stateful[0]", "stateful[1]"]
@@ -193,7 +193,7 @@ class Queued(torch.optim.SGD):
 
 def test_an_optimizer_whose_state_fits_no_checkpoint_ends_the_fit_at_the_first(store: Any) -> None:
     numbers = np.arange(8, dtype=np.float32)
-    write_columns(store.get_train_data_path(), {"x": numbers, "y": numbers})
+    write_columns(store.get_train_data_path(), {"x": numbers[:, None], "y": numbers})
     net = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         **{"backend": InProcessBackend(), "store": store, "model": net, "verbose": 0},

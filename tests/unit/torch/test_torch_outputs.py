@@ -134,7 +134,7 @@ def test_the_dry_run_explains_how_to_omit_outputs() -> None:
         check_fit(net, objective_of(joint, loss, joint=True), COLUMNS)
     chosen = dataclasses.replace(joint, outputs=(0,))
     assert check_fit(net, objective_of(chosen, loss, joint=True), COLUMNS) == [(1,)]
-    with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
+    with pytest.raises(ShapeError, match=r"outputs and labels: IndexError.*\(3, 1\), \(\)"):
         check_fit(net, objective_of(chosen, lambda outputs: outputs[5], joint=True), COLUMNS)
     with pytest.raises(ParamError, match=r"^loss: expected one number .*found shape \(3, 1\)"):
         check_fit(net, objective_of(chosen, lambda outputs: outputs[0], joint=True), COLUMNS)

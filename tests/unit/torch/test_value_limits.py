@@ -59,7 +59,7 @@ OUTSIDE = r"label holds {}; the model's 3 outputs are classes 0 to 2"
 @pytest.mark.parametrize("dtype", [np.int64, np.float64])
 @pytest.mark.parametrize(
     ("label", "validation", "found"),
-    [([1, 2, 3], None, "3"), ([0] * 39 + [-1], None, "-1"), ([0, 1, 2], [0, 4], "4")],
+    [([0] * 39 + [3], None, "3"), ([0] * 39 + [-1], None, "-1"), ([0, 1, 2], [0, 4], "4")],
 )
 def test_labels_that_are_no_classes_are_found_before_training(
     store: Any, label: list[int], validation: Any, found: str, dtype: Any
