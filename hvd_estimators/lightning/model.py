@@ -28,7 +28,6 @@ from hvd_estimators.params import boolean, param
 from hvd_estimators.prepare.schema import quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
-from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import copied, module_payload
 from hvd_estimators.torch.stored_weights import weights_place
 from hvd_estimators.torch.tensors import call_with_leading, require_tensors
@@ -105,23 +104,26 @@ class LightningModel(LightningModelSignatures):
             given = self._plain_model()
             device = torch.device("meta" if any(p.is_meta for p in given.parameters()) else "cpu")
             module = copied(given).to(device).eval()
-            inputs = [*self._zeros(module, names, shapes, device).values()]
+            inputs, spec = self._zeros(module, names, shapes, device), self._transform_spec()
             with torch_traceless():
-                raw = self._exported_call(names)(module, inputs)
-            outputs = require_tensors(self._transform_spec().select(raw), raw)
+                if self.getOrDefault("use_predict_step"):
+                    batch = dict(zip(names, inputs, strict=True))
+                    raw = call_with_leading(module.predict_step, batch, 0)
+                else:
+                    raw = spec.call(module, inputs)
+            outputs = require_tensors(spec.select(raw), raw)
         except Exception as error:
             logger.info("The model cannot be tried on rows of zeros (%s).", error)
             return None
         return [tuple(output.shape[1:]) for output in outputs]
 
-    def _exported_call(self, names: Sequence[str]) -> Call:
-        if not self.getOrDefault("use_predict_step"):
-            return super()._exported_call(names)
-
-        def call(module: Any, inputs: list[torch.Tensor]) -> Any:
-            return call_with_leading(module.predict_step, dict(zip(names, inputs, strict=True)), 0)
-
-        return call
+    def _trained_shapes(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
+        """Return the shapes of the training columns, -1 first; None if they are not known."""
+        metadata = self._get_metadata() or {}
+        shapes = [metadata[name].get("shape") for name in names if name in metadata]
+        if len(shapes) != len(names) or any(shape is None or None in shape for shape in shapes):
+            return None
+        return [(-1, *shape) for shape in shapes]
 
     def _input_dtype(self, module: torch.nn.Module, name: str) -> torch.dtype:
         dtypes = self.getOrDefault("column_dtypes") or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,6 @@ from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.objective_args import objective_of
-from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
@@ -43,7 +42,7 @@ from hvd_estimators.torch.stored_weights import (
     stored_weights,
     weights_place,
 )
-from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 if TYPE_CHECKING:
     from hvd_estimators.torch.signatures import TorchModelSignatures
@@ -152,84 +151,9 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
 
         return module_payload(module, objective), load, functools.partial(combine, objective)
 
-    def export_onnx(
-        self,
-        path: str,
-        *,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        overwrite: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Export the model as ONNX with torch's exporter, for any number of rows.
-
-        Inputs are named after the feature columns, and outputs after the output columns. Outputs
-        are the model's own: not cast, and without a classifier's columns. The transformation is not
-        exported. Runs on the driver; needs the packages of the extra ``onnx``.
-
-        Parameters
-        ----------
-        path : str
-            The file: a local path, or a URL of a registered store. The file appears only when it is
-            complete. Above 2 GB the weights are in a second file next to it, ``<name>.data``.
-        input_shapes : sequence of sequence of int, optional
-            Shape of each input, -1 first. Default: the model's ``input_shapes``, or the shapes of
-            the training columns.
-        overwrite : bool
-            Whether to replace an existing file.
-        storage_options : mapping, optional
-            Passed to fsspec's filesystem.
-        **options
-            Passed to ``torch.onnx.export``, such as ``opset_version``.
-
-        Raises
-        ------
-        DependencyError
-            If a package is not installed.
-        ParamError
-            If the shapes are not known, or the exporter rejects the model.
-        StoreError
-            If the file exists already, or cannot be written.
-        """
-        if self._collate() is not None:
-            raise ParamError(
-                "export_onnx: the model's inputs are made by collate_fn or padding, so the columns "
-                "do not tell them. Export model.getModel() with torch.onnx.export and inputs that "
-                "the function makes."
-            )
-        module = plain_module(self.getModel())
-        names = self._input_columns().names
-        given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        inputs = self._zeros(module, names, given, device)
-        call, select = self._exported_call(names), self._transform_spec().select
-        export_onnx(
-            module,
-            lambda module, inputs: select(call(module, inputs)),
-            inputs,
-            self.getOutputCols(),
-            path,
-            overwrite,
-            storage_options,
-            options,
-        )
-
-    def _exported_call(self, names: Sequence[str]) -> Call:
-        """Return a function that calls the module with one tensor per column. Overridable."""
-        form = self.getOrDefault("input_form")
-        return lambda module, inputs: with_form(module, inputs, names, form)
-
     def _input_dtype(self, module: torch.nn.Module, name: str) -> torch.dtype:
         """Return a column's dtype in the module's input. Overridable."""
         return self._transform_spec().dtype(name)
-
-    def _trained_shapes(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
-        """Return the shapes of the training columns, -1 first; None if they are not known."""
-        metadata = self._get_metadata() or {}
-        shapes = [metadata[name].get("shape") for name in names if name in metadata]
-        if len(shapes) != len(names) or any(shape is None or None in shape for shape in shapes):
-            return None
-        return [(-1, *shape) for shape in shapes]
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         shapes = self.getOrDefault("output_shapes")
@@ -247,26 +171,26 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
                 "output_shapes (the shape of one row of each output)."
             )
         module, names = self.getOrDefault("model"), self._input_columns().names
-        inputs = [*self._zeros(module, names, given, torch.device("cpu")).values()]
+        inputs = self._zeros(module, names, given)
         return output_shapes(module, self._transform_spec(), inputs)
 
     def _zeros(
         self,
         module: torch.nn.Module,
         names: Sequence[str],
-        shapes: Sequence[Sequence[int]] | None,
-        device: torch.device,
-    ) -> dict[str, torch.Tensor]:
-        """Return two rows of zeros for each input, by feature column name."""
-        if shapes is None or len(shapes) != len(names):
+        shapes: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> list[torch.Tensor]:
+        """Return two rows of zeros for each input."""
+        if len(shapes) != len(names):
             raise ParamError(
                 f"input_shapes: expected a shape for each of {', '.join(names)}, found {shapes!r}. "
                 "Set the shape of each input, with -1 first."
             )
-        return {
-            name: torch.zeros(2, *shape[1:], dtype=self._input_dtype(module, name), device=device)
+        return [
+            torch.zeros(2, *shape[1:], dtype=self._input_dtype(module, name), device=device)
             for name, shape in zip(names, shapes, strict=True)
-        }
+        ]
 
     def _known_sizes(self) -> dict[str, int | None]:
         sizes = super()._known_sizes()
