@@ -476,37 +476,6 @@ def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
         data.require_rows_in_batches("model: SyncBatchNorm")
 
 
-def check_embeddings(module: torch.nn.Module, data: DataSpec) -> None:
-    """Check options of embeddings that depend on the other rows of a batch, for several ranks.
-
-    A layer with ``scale_grad_by_freq`` is a warning.
-
-    Raises
-    ------
-    ParamError
-        If a layer has ``max_norm``. Its forward pass changes the weights of the rank's own rows.
-    """
-    if data.num_shards == 1:
-        return
-    for name, layer in module.named_modules():
-        if not isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            continue
-        kind = type(layer).__name__
-        if layer.max_norm is not None:
-            raise ParamError(
-                f"model: layer {name!r} is an {kind} with max_norm={layer.max_norm}, whose forward "
-                f"pass changes weights. {data.num_shards} ranks with their own rows would get "
-                "different weights. Set max_norm=None, and let forward() look up the rows in "
-                f"torch.renorm(weight, {layer.norm_type:g}, 0, {layer.max_norm})."
-            )
-        if layer.scale_grad_by_freq:
-            logger.warning(
-                "model: layer %r is an %s with scale_grad_by_freq=True, which counts the rows of "
-                "each rank's own batch. %d ranks then do not train as one process.",
-                *(name, kind, data.num_shards),
-            )
-
-
 def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
     try:
         return tensors.batch(columns)

@@ -39,7 +39,6 @@ from hvd_estimators.torch.checks import (
 )
 from hvd_estimators.torch.dry_run import (
     check_batches,
-    check_embeddings,
     check_fit,
     check_own_step,
     needs_two_rows,
@@ -258,7 +257,6 @@ class TorchFramework(Framework):
                 "sharding: one process has nothing to share, so sharding and "
                 "activation_checkpointing have no effect."
             )
-        check_embeddings(self.settings.model, data)
 
     def make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         settings = self.settings

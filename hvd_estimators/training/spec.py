@@ -328,8 +328,8 @@ _MOST_NAMES = 8
 _CAUSES = (
     "Ranks stay equal if weights change only by the steps of torch optimizers, after backward(). "
     "Look for code that changes weights in another way, or differently on each rank: random "
-    "numbers, files, hvd.rank(). If the model sets its weights at its first call, as gpytorch's "
-    "variational models do, call the model once before fit()."
+    "numbers, files, hvd.rank(), an embedding with max_norm. If the model sets its weights at its "
+    "first call, as gpytorch's variational models do, call the model once before fit()."
 )
 
 

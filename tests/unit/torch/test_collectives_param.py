@@ -72,32 +72,6 @@ def fit(store: Any, cls: Any = TorchEstimator, **params: Any) -> Any:
     return cls(**{**given, **params}).fit_on_parquet()
 
 
-@pytest.mark.parametrize("cls", [TorchEstimator, LightningEstimator])
-def test_embeddings_that_depend_on_the_batch_are_reported_for_several_ranks(
-    store: Any, cls: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = Module()
-
-    class Ends(InProcessBackend):
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            raise ZeroDivisionError
-
-    def start(ranks: int, layer: torch.nn.Module) -> None:
-        caplog.clear()
-        module.layer = layer  # type: ignore[assignment]
-        model = torch.nn.Sequential(layer) if cls is TorchEstimator else module
-        with pytest.raises(ZeroDivisionError):
-            fit(store, cls, model=model, backend=Ends(ranks))
-
-    start(2, torch.nn.Embedding(2, 1, scale_grad_by_freq=True))
-    assert "is an Embedding with scale_grad_by_freq=True" in caplog.text
-    start(1, torch.nn.Embedding(2, 1, scale_grad_by_freq=True))
-    assert "scale_grad_by_freq" not in caplog.text
-    start(1, torch.nn.EmbeddingBag(2, 1, max_norm=1.5))
-    with pytest.raises(ParamError, match=r"an EmbeddingBag with max_norm=1.5.*weight, 2, 0, 1.5"):
-        start(2, torch.nn.EmbeddingBag(2, 1, max_norm=1.5))
-
-
 def test_wrong_values_and_combinations_are_rejected_on_the_driver(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
