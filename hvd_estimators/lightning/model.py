@@ -103,7 +103,7 @@ class LightningModel(LightningModelSignatures):
         try:
             given = self._plain_model()
             device = torch.device("meta" if any(p.is_meta for p in given.parameters()) else "cpu")
-            module = copied(given).to(device).eval()
+            module: Any = copied(given).to(device).eval()
             inputs, spec = self._zeros(module, names, shapes, device), self._transform_spec()
             with torch_traceless():
                 if self.getOrDefault("use_predict_step"):
