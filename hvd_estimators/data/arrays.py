@@ -93,13 +93,28 @@ def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Any:
 
 
 def _as_stored(table: pa.Table, spec: ColumnSpec, file: str) -> pa.Array | pa.ChunkedArray:
-    """Return a column in Arrow's format: vectors as lists, other values as in the file."""
+    """Return a column in Arrow's format: vectors as lists, numbers with the type of all files."""
     if spec.kind not in ("partition", "sparse"):
         column = table.column(spec.name)
-        is_encoded = pa.types.is_dictionary(column.type)
-        return column.cast(column.type.value_type) if is_encoded else column
+        return column.cast(_wide(column.type, spec), safe=False)
     array = np.ascontiguousarray(_convert(table, spec, file))
     return to_lists(pa.array(array.reshape(-1)), array.shape)
+
+
+def _wide(data_type: pa.DataType, spec: ColumnSpec) -> pa.DataType:
+    """Return a file's type with numbers of the column's type, and without dictionaries."""
+    if pa.types.is_dictionary(data_type):
+        return data_type.value_type
+    if is_list(data_type):
+        element = data_type.value_field.with_type(_wide(data_type.value_type, spec))
+        if element == data_type.value_field:
+            return data_type
+        if pa.types.is_fixed_size_list(data_type):
+            return pa.list_(element, data_type.list_size)
+        return (pa.large_list if pa.types.is_large_list(data_type) else pa.list_)(element)
+    is_number = pa.types.is_integer(data_type) or pa.types.is_floating(data_type)
+    is_number = is_number and spec.dtype != "object"
+    return pa.from_numpy_dtype(np.dtype(spec.dtype)) if is_number else data_type
 
 
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:

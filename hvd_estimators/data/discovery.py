@@ -113,9 +113,10 @@ def read_manifest(
     train = read_footers(store, *train_paths, select=select, spread=spread)
     validation = read_footers(store, *val_paths, select=select, spread=spread)
     with_rows = [file for file in [*train, *validation] if file.rows]
-    if not any(file.rows for file in train):
-        roots = ", ".join(repr(_root(path)) for path in train_paths)
-        raise DataError(f"The Parquet files under {roots} hold no rows.")
+    for paths, files in ((train_paths, train), (val_paths, validation)):
+        if paths and not any(file.rows for file in files):
+            roots = ", ".join(repr(_root(path)) for path in paths)
+            raise DataError(f"The Parquet files under {roots} hold no rows.")
     # Validation rows are read like training rows, so one type must hold both.
     known = train_path.columns if isinstance(train_path, TableFiles) else {}
     found = [_spec(with_rows, name, allow_text, known.get(name)) for name in names]
@@ -218,11 +219,12 @@ class _DataFile:
                 group = metadata.row_group(index)
                 if not group.num_rows:
                     continue
-                size = 0
+                size = num_bytes = 0
                 for column, positions in placed[columns]:
                     for position in positions:
                         chunk = group.column(position)
                         size += open_bytes(chunk)
+                        num_bytes += chunk.total_uncompressed_size
                         statistics = chunk.statistics
                         if statistics is not None and (count := statistics.null_count):
                             name = selected[column]
@@ -235,7 +237,8 @@ class _DataFile:
                                     (lows[column], highs[column]) if known else None, ends
                                 )
                             lows[column], highs[column] = ends or (None, None)
-                groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
+                sizes = size, footer.checksum, num_bytes
+                groups.append(RowGroup(footer.file, index, group.num_rows, *sizes))
             return _DataFile(
                 *(footer.file, columns, footer.partitions, metadata.num_rows, tuple(groups)),
                 *(nulls or _NO_NULLS, tuple(lows), tuple(highs)),

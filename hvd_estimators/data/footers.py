@@ -43,7 +43,13 @@ from hvd_estimators.store.storage_errors import not_damage
 T = TypeVar("T")
 
 
-def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> list[DataFile]:
+Log = tuple[str, str] | None
+"""Format and folder of a table, or None for a folder that is no table."""
+
+
+def _data_files(
+    store: Store, path: str | TableFiles, log_of: Callable[[str], Log]
+) -> list[DataFile]:
     """Return the data files under a path, or the file itself, sorted by name.
 
     Of a Delta or Iceberg table, these are the files that are part of its current version.
@@ -58,8 +64,8 @@ def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> li
         The store of the files.
     path : str or TableFiles
         The dataset's path, or one of several, or the files of a table.
-    looked_at : set of str
-        Folders that are known not to be tables; extended by this function.
+    log_of : callable
+        See `_find_log`; may remember its results.
 
     Raises
     ------
@@ -72,7 +78,7 @@ def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> li
         return list(path.files)
     root = store.get_full_path(path)
     below = [(file.path.removeprefix(root).strip("/"), file) for file in store.list_files(root)]
-    table = _find_table(store, root, [inner for inner, _ in below], looked_at)
+    table = _find_table(root, [inner for inner, _ in below], log_of)
     files: list[DataFile]
     if table is None:
         files = [(file, partition_values(inner), None) for inner, file in below if _is_data(inner)]
@@ -86,8 +92,9 @@ def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> li
     for file, _, _ in files:
         if not file.is_regular:
             raise StoreError(
-                f"{file.path!r} is not a regular file but a pipe, a socket or a device. Move it "
-                "away, or begin its name with '_', if it is not part of the dataset."
+                f"{file.path!r} is not a regular file but a pipe, a socket, a device or a "
+                "link to a folder. Move it away, or begin its name with '_', if it is not part of "
+                "the dataset. Pass folders that links lead to by their own paths."
             )
     if files:
         return files
@@ -100,9 +107,7 @@ def _data_files(store: Store, path: str | TableFiles, looked_at: set[str]) -> li
     )
 
 
-def _find_table(
-    store: Store, root: str, below: Sequence[str], looked_at: set[str]
-) -> tuple[str, str] | None:
+def _find_table(root: str, below: Sequence[str], log_of: Callable[[str], Log]) -> Log:
     """Return the format and the folder of the table to which a path belongs, or None.
 
     Folders of tables also contain files that the table has removed. Other formats, and tables that
@@ -117,21 +122,25 @@ def _find_table(
                 raise _belongs_to_table(kind, folder, root)
             return kind, root
     for parent in _possible_tables(root, is_file="" in below):
-        if parent in looked_at:
-            continue
-        looked_at.add(parent)
-        for mark in LOG_FOLDERS.values():
-            names: list[str] = []
-            # A process may have access to the files but not to their parent folders.
-            with contextlib.suppress(OSError):
-                names = store.names(f"{parent}/{mark}")
-            for name in names:
-                table_format = _table_format([mark, name])
-                if table_format == ("hudi", 0):
-                    raise _belongs_to_table("hudi", parent, root)
-                if table_format is not None:
-                    looked_at.discard(parent)
-                    return table_format[0], parent
+        found = log_of(parent)
+        if found is not None:
+            if found[0] == "hudi":
+                raise _belongs_to_table("hudi", parent, root)
+            return found
+    return None
+
+
+def _find_log(store: Store, folder: str) -> Log:
+    """Return the table whose log a folder contains."""
+    for mark in LOG_FOLDERS.values():
+        names: list[str] = []
+        # A process may have access to the files but not to their parent folders.
+        with contextlib.suppress(OSError):
+            names = store.names(f"{folder}/{mark}")
+        for name in names:
+            table_format = _table_format([mark, name])
+            if table_format is not None and (table_format[0] != "hudi" or not table_format[1]):
+                return table_format[0], folder
     return None
 
 
@@ -176,9 +185,10 @@ def _belongs_to_table(kind: str, table: str, root: str) -> StoreError:
 
 
 def _is_data(below: str) -> bool:
-    # As in Spark, an underscore does not hide a partition folder.
+    # As in Spark, an underscore does not hide a partition folder. Hadoop's connectors mark folders
+    # with empty objects.
     parts = below.split("/")
-    return not below.endswith(".crc") and not any(
+    return not below.endswith((".crc", "_$folder$")) and not any(
         part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts
     )
 
@@ -234,9 +244,15 @@ def read_footers(
     DataError
         If a file is under two of the paths, or if a table does not show all rows of its file.
     """
-    looked_at: set[str] = set()
+    remembered, lock = functools.cache(functools.partial(_find_log, store)), threading.Lock()
+
+    def log_of(folder: str) -> Log:
+        # Paths are mostly in one table, whose log one thread looks for while the others wait.
+        with lock:
+            return remembered(folder)
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
+        listed = pool.map(lambda path: _data_files(store, path, log_of), paths)
         files = list(itertools.chain.from_iterable(listed))
     _reject_duplicates(
         [p for p in paths if isinstance(p, str)], [file.path for file, _, _ in files]

@@ -265,6 +265,8 @@ class RangeFiles:
             # Keep text dictionary-encoded, because many rows may share a few values.
             "read_dictionary": [spec.name for spec in specs if spec.kind == "text"],
             "pre_buffer": False,
+            # In nanoseconds, Spark's timestamps before 1677 and after 2262 would wrap.
+            "coerce_int96_timestamp_unit": "us",
             **_VERIFY_PAGES,
         }
 

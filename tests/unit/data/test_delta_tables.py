@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvd_estimators import Store
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.tables import read_log
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.versions
 
@@ -54,6 +56,26 @@ def test_removed_files_are_not_read(tmp_path: Path) -> None:
                 load(file, "x")
     with pytest.raises(StoreError, match=r"holds '.*/table', a Delta table"):
         load(tmp_path, "x")
+
+
+class SlowStore(LocalStore):
+    """Store that lists a folder as slowly as a remote one."""
+
+    def names(self, path: str) -> list[str]:
+        time.sleep(0.02)
+        return super().names(path)
+
+
+def test_removed_files_of_several_partitions_are_not_read(tmp_path: Path) -> None:
+    """Threads that look for the log of one table at once all find it."""
+    table = tmp_path / "table"
+    days = pa.table({"x": np.arange(12.0), "day": np.arange(12)})
+    for _ in range(2):
+        write_deltalake(table, days, partition_by=["day"], mode="overwrite")
+    assert len(list(table.rglob("*.parquet"))) == 24
+    folders = [str(table / f"day={day}") for day in range(12)]
+    manifest = read_manifest(SlowStore(str(tmp_path)), folders, None, ["x"])
+    assert manifest.train.rows == 12
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])

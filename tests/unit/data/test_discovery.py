@@ -86,6 +86,24 @@ def test_validation_files_are_described_with_the_training_files(store, folder, t
     assert manifest(store, folder, "x").validation is None
 
 
+def test_validation_files_without_rows_are_an_error(store, folder, tmp_path):
+    validation = tmp_path / "validation"
+    validation.mkdir()
+    write(folder / "a.parquet", x=[1.0, 2.0])
+    write(validation / "a.parquet", x=pa.array([], pa.float64()))
+
+    with pytest.raises(DataError, match=r"The Parquet files under '.*validation' hold no rows"):
+        manifest(store, folder, "x", validation=validation)
+
+
+def test_markers_of_folders_that_hadoop_writes_are_no_data(store, folder):
+    (folder / "day=1").mkdir()
+    write(folder / "day=1" / "a.parquet", x=[1.0])
+    (folder / "day=1_$folder$").write_bytes(b"")
+
+    assert manifest(store, folder, "x").train.rows == 1
+
+
 def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
     write(folder / "a.parquet", x=[1.0], y=[2.0])
 
