@@ -128,6 +128,8 @@ class RowGroup:
         Approximate memory for reading the row group page by page; 0 if irrelevant.
     footer : int
         Checksum of the file's footer, by which readers notice a replaced file; 0 if unknown.
+    num_bytes : int
+        Bytes of the columns, encoded but not compressed; 0 if unknown.
     """
 
     file: str
@@ -135,6 +137,7 @@ class RowGroup:
     rows: int
     open_bytes: int = 0
     footer: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ class DatasetManifest:
     content : str or None
         Checksum of the rows and their assignment to the splits, independent of the row order. None
         if unknown.
+    row_order : str or None
+        Checksum of the rows and their positions; None if unknown.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -191,6 +196,7 @@ class DatasetManifest:
     validation: Split | None = None
     shuffled: bool = False
     content: str | None = None
+    row_order: str | None = None
 
     @property
     def validation_rows(self) -> int:
@@ -238,6 +244,7 @@ class DatasetManifest:
             _split(validation) if validation else None,
             bool(document.get("shuffled", False)),
             document.get("content"),
+            document.get("row_order"),
         )
 
 
@@ -275,9 +282,12 @@ def _check_unique(kind: str, values: Sequence[object]) -> None:
         raise ValueError(f"{kind} are listed twice")
 
 
+_OPTIONAL = ("open_bytes", "footer", "num_bytes")
+
+
 def _split(document: dict[str, Any]) -> Split:
     groups = tuple(
-        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0), g.get("footer", 0))
+        RowGroup(str(g["file"]), g["index"], g["rows"], *(g.get(name, 0) for name in _OPTIONAL))
         for g in document["row_groups"]
     )
     return Split(str(document["path"]), groups)

@@ -71,6 +71,7 @@ def reading_identity(data: DataSpec) -> dict[str, Any]:
     ]
     options, module = data.options, data.data_module
     return {
+        "order of the rows in the files": data.row_order,
         "row groups of the files": digest({"shards": ranges, "open": data.train_plan.open_groups}),
         "rows in the smallest batch": data.train_plan.min_batch_rows,
         "shuffle_buffer_size": options.shuffle_buffer_size if options.shuffle else None,
@@ -82,7 +83,7 @@ def reading_identity(data: DataSpec) -> dict[str, Any]:
 
 def _files(split: Split) -> list[Any]:
     return [
-        [group.file.removeprefix(split.path), group.index, group.rows, group.open_bytes]
+        [group.file.removeprefix(split.path), group.index, group.rows, group.footer]
         for group in split.row_groups
     ]
 

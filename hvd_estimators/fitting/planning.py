@@ -124,6 +124,7 @@ def plan_data(
         data_module=choose_data_module(settings.data_module),
         options=_reader_options(settings, _data_store(settings, manifest)),
         inputs=settings.inputs,
+        row_order=manifest.row_order,
     )
 
 

@@ -349,7 +349,6 @@ class RunRecord:
     def _end_history(self, rows: Sequence[HistoryRow]) -> None:
         self._history.close()
         self._history.join(_CLOSE_SECONDS)
-        self._run.beat()
         if rows or self._is_complete:
             with self._warned():
                 self._write_rows(rows)
@@ -361,7 +360,7 @@ class RunRecord:
             self._written = text
 
     def _write(self, name: str, text: str) -> None:
-        if not self._run.lost:
+        if not self._run.lost_now():
             self._store.write_text(run_file(self._run.paths.run_path, name), text)
 
     @contextlib.contextmanager

@@ -193,27 +193,41 @@ class Run:
             )
         if not newest.rows:
             return
-        fits = (self.metadata or {}).get("fits") or [{}]
+        if self.metadata is None:
+            raise ParamError(
+                f"run_id: the run {run_id!r} was interrupted within epoch {newest.epoch + 1}, and "
+                f"{run_file(self.paths.run_path, 'metadata')!r}, which is missing, had the order "
+                f"of its rows. {self._repeating(newest)} Or set another run_id."
+            )
+        fits = self.metadata.get("fits") or [{}]
         differing = differences(fits[-1].get("reading", {}), as_json(reading_identity(data)))
         if differing:
             raise ParamError(
                 f"run_id: the run {run_id!r} was interrupted within epoch {newest.epoch + 1}, and "
                 f"this fit reads rows in another order, with {'; '.join(differing)}: some rows of "
                 "that epoch would be trained on twice, and others never. Restore these settings, "
-                "or set another run_id. To repeat the epoch from its start, delete the run's "
-                "checkpoints of a position within it, from "
-                f"{checkpoint_path(self.paths, newest)!r} backwards."
+                f"or set another run_id. {self._repeating(newest)}"
             )
+
+    def _repeating(self, newest: Position) -> str:
+        return (
+            "To repeat the epoch from its start, delete the run's checkpoints of a position within "
+            f"it, from {checkpoint_path(self.paths, newest)!r} backwards."
+        )
 
     @property
     def lost(self) -> bool:
         """True after another process has taken over the run, see `Lease.lost`."""
         return self._lease is not None and self._lease.lost
 
-    def beat(self) -> None:
-        """Renew the lease if this run is held; find out whether it is `lost`."""
+    def lost_now(self) -> bool:
+        """Renew the lease if this run is held, and return whether it is `lost`.
+
+        A process that was paused does not know it before.
+        """
         if self._lease is not None and self._lease.generation:
             self._lease.beat()
+        return self.lost
 
     def fencing_token(self, launch: int) -> FencingToken | None:
         """Return the token that allows the ranks of a launch, counted from 0, to write.
@@ -237,7 +251,7 @@ class Run:
             yield
         except BaseException:
             directory = self.paths.checkpoints_path
-            if directory is not None and not self.lost:
+            if directory is not None and not self.lost_now():
                 with self._logged("Unfinished checkpoints of run %r could not be deleted: %s"):
                     names = self.store.names(directory)
                     for name in orphans(self.paths.checkpoint_filename, names):

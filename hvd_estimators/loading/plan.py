@@ -53,7 +53,7 @@ def order_warning(
     str or None
         The warning, or None.
     """
-    row_bytes = sum(spec.row_bytes for spec in specs)
+    row_bytes = plan.row_bytes_of(specs)
     rank_bytes = max(map(plan.rows, range(plan.num_shards))) * row_bytes
     read_together = sum(min(plan.open_groups, len(shard)) for shard in plan.shards)
     if rank_bytes <= 2 * buffer_bytes or read_together >= _ENOUGH_GROUPS:
@@ -91,16 +91,27 @@ class ShardPlan:
         Number of row groups of a shard that are interleaved if rows are shuffled.
     min_batch_rows : int
         Rows that each batch of a shard has if its rows suffice; see `BatchSizes`.
+    row_bytes : int
+        Mean bytes of a row in the files, see `RowGroup.num_bytes`.
     """
 
     shards: Sequence[tuple[RowRange, ...]]
     open_groups: int = 1
     min_batch_rows: int = 1
+    row_bytes: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks receive the plan of all shards, and unpack their own.
         packed = [_pack(shard) for shard in self.shards]
-        return _unpickled, (packed, self._rows, self.open_groups, self.min_batch_rows)
+        options = self.open_groups, self.min_batch_rows, self.row_bytes
+        return _unpickled, (packed, self._rows, *options)
+
+    def row_bytes_of(self, specs: Iterable[ColumnSpec]) -> int:
+        """Return the bytes of a row in memory: those in the files if the columns do not tell."""
+        specs = tuple(specs)
+        known = sum(spec.row_bytes for spec in specs)
+        is_known = all(spec.kind not in ("text", "rows", "any") for spec in specs)
+        return known if is_known else max(known, self.row_bytes)
 
     @property
     def num_shards(self) -> int:
@@ -354,7 +365,8 @@ def plan_shards(
             shard.sort(key=lambda part: order[part.file, part.row_group])
     largest = max((group.open_bytes for group in row_groups), default=0)
     open_groups = min(max(open_bytes // max(largest, 1), 1), MOST_OPEN_GROUPS)
-    return ShardPlan(tuple(tuple(shard) for shard in shards), open_groups)
+    row_bytes = sum(group.num_bytes for group in row_groups) // max(total, 1)
+    return ShardPlan(tuple(map(tuple, shards)), open_groups, row_bytes=row_bytes)
 
 
 def _dealt(row_groups: Sequence[RowGroup], num_shards: int, seed: int) -> list[RowGroup]:

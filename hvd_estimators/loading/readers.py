@@ -444,7 +444,11 @@ class PlannedDataModule(ChunkedDataModule):
             parts = (chunk.rows.columns() for chunk in drawn)
             rngs = (None for _ in rngs)
         transformed = self._transformed(stack, parts, workers, first_row)
-        return stream_batches(transformed, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+        # A transformation may change the size of a row.
+        least = plan.row_bytes_of(self.columns) if self.transformation is None else 0
+        return stream_batches(
+            transformed, sizes, rngs, self.memory, self.shuffle_buffer_bytes, least
+        )
 
     def _rows_in_memory(self, plan: ShardPlan, workers: int) -> Rows:
         """Return all rows of this shard; read them once."""
@@ -548,7 +552,7 @@ class PlannedDataModule(ChunkedDataModule):
 
     def _train_passes(self, numbers: Iterable[int]) -> Iterator[Sequence[InterleaveGroup]]:
         ranges = self.train_plan.shards[self.cur_shard]
-        row_bytes = sum(spec.row_bytes for spec in self.columns)
+        row_bytes = self.train_plan.row_bytes_of(self.columns)
         open_groups = self.train_plan.open_groups
         total = self.train_plan.rows(self.cur_shard)
         is_known = self.transformation is None and all(

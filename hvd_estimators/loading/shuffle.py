@@ -65,6 +65,7 @@ def stream_batches(
     rngs: Iterable[np.random.Generator | None] = (None,),
     memory: BufferPool | None = None,
     buffer_bytes: int | None = None,
+    least_row_bytes: int = 0,
 ) -> Iterator[Chunk]:
     """Split rows, pass after pass, into batches of given sizes.
 
@@ -91,6 +92,8 @@ def stream_batches(
     buffer_bytes : int, optional
         Size of the shuffle buffer in bytes; at least the rows of one chunk. Default:
         `SHUFFLE_BUFFER_BYTES`.
+    least_row_bytes : int
+        Mean bytes of a row, if the rows of the first part may be smaller than the others.
 
     Yields
     ------
@@ -102,7 +105,7 @@ def stream_batches(
     DataError
         If the number of rows in the parts differs from the sum of the sizes.
     """
-    stream = _Stream(parts, _total(sizes), memory or BufferPool())
+    stream = _Stream(parts, _total(sizes), memory or BufferPool(), least_row_bytes)
     chunks = _ChunkSizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS))
     buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
@@ -210,8 +213,11 @@ def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 class _Stream:
     """The rows of all parts in sequence, pass after pass."""
 
-    def __init__(self, parts: Iterable[Columns], total: int, memory: BufferPool) -> None:
+    def __init__(
+        self, parts: Iterable[Columns], total: int, memory: BufferPool, least_row_bytes: int = 0
+    ) -> None:
         self.total = total
+        self._least_row_bytes = least_row_bytes
         self.memory = memory
         self._parts = iter(parts)
         self._part: Columns = next(self._parts, {})
@@ -224,7 +230,7 @@ class _Stream:
         """Return the number of rows in a given size in bytes; at least one, at most ``most``."""
         if not self._part:
             return 1
-        row = row_bytes(self._part)
+        row = max(row_bytes(self._part), self._least_row_bytes)
         return min(max(num_bytes // max(row, 1), 1), most)
 
     def empty(self, rows: int) -> Rows:

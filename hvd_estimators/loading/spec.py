@@ -125,6 +125,8 @@ class DataSpec:
         Options for reading rows.
     inputs : InputColumns
         The columns that ``feature_cols`` are made of.
+    row_order : str or None
+        See `DatasetManifest`.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -144,6 +146,7 @@ class DataSpec:
     data_module: str | type[DataModule]
     options: ReaderOptions = ReaderOptions()
     inputs: InputColumns = field(default_factory=InputColumns)
+    row_order: str | None = None
 
     @property
     def field_names(self) -> list[str]:

@@ -307,6 +307,8 @@ def _keeps_order(plan: Any) -> bool:
             is_random = name == "LogicalRDD" and (
                 node.rdd().outputDeterministicLevel().toString() != "DETERMINATE"
             )
+            if name == "LogicalRelation":  # of files, or of a database in any order
+                is_random = node.relation().getClass().getSimpleName() != "HadoopFsRelation"
             if name not in _ORDERED_NODES or is_random:
                 return False
             children = node.children()

@@ -31,6 +31,7 @@ from hvd_estimators.store.leases import (
     Heartbeat,
     is_abandoned,
     read_lease_record,
+    store_time,
 )
 from hvd_estimators.store.retries import at_exit
 
@@ -212,11 +213,11 @@ def _is_in_use(index: str) -> bool:
     return heartbeat is not None and heartbeat.is_beating
 
 
-def _is_orphan(store: Store, index: str) -> bool:
+def _is_orphan(store: Store, index: str, now: datetime.datetime | None = None) -> bool:
     path = owner_path(store, index)
     record = read_lease_record(store, path)
     # A dataset of an unknown owner stays.
-    return record not in (None, UNREADABLE) and is_abandoned(store, path, record)
+    return record not in (None, UNREADABLE) and is_abandoned(store, path, record, now)
 
 
 def _delete(store: Store, index: str) -> None:
@@ -243,8 +244,11 @@ def _delete_files(store: Store, index: str) -> None:
 def _delete_orphans(store: Store) -> None:
     """Delete datasets that dead processes left behind, see `is_abandoned`."""
     try:
-        for index in stored_indices(store):
-            if _is_orphan(store, index):
+        indices = stored_indices(store)
+        folder = posixpath.dirname(store.get_train_data_path())
+        now = store_time(store, folder) if indices else None
+        for index in indices:
+            if _is_orphan(store, index, now):
                 logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:

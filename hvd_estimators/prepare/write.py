@@ -181,7 +181,7 @@ def write_dataset(
     """
 
     def write(path: str, *partition_by: str) -> dict[str, Any]:
-        frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
+        frame, observations = _frame(df, columns, validation, shuffle, in_order, check_finite)
         writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
         url = spark_url(df.sparkSession, store, path)
         if shuffle is not None and facts(url).renames_by_copy:
@@ -196,7 +196,7 @@ def write_dataset(
                 stack.enter_context(several_open_files(df.sparkSession, _SIDES))
             stack.enter_context(storage_errors(store, url))
             writer.parquet(url)
-        return _measurements(observation)
+        return _measurements(observations)
 
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
@@ -235,8 +235,8 @@ def write_dataset(
             for spec, other in zip(specs, of_val, strict=True)
         ]
     shapes = complete_shapes(store, train, specs)
-    content = str(observed["content"])
-    manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
+    checksums = str(observed["content"]), str(observed["row_order"])
+    manifest = DatasetManifest(shapes, train, val, shuffle is not None, *checksums)
     store.write_text(manifest_path(store, index), manifest.to_json())
     return manifest
 
@@ -270,8 +270,8 @@ def _frame(
     shuffle: Shuffle | None,
     in_order: bool,
     check_finite: bool,
-) -> tuple[DataFrame, Observation]:
-    """Return the frame to write, and the observation that measures its rows."""
+) -> tuple[DataFrame, list[Observation]]:
+    """Return the frame to write, and the observations that measure its rows."""
     stored = [name for column in columns for name in column.spec.stored_names]
     lengths = {i: column.length for i, column in enumerate(columns) if column.length is not None}
     further = [*lengths.values()]
@@ -293,20 +293,29 @@ def _frame(
         if validation.by_position:
             drawn.append(validation.condition.alias(split))
         measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
-    measures.append(_content(columns, parts, split))
     if shuffle is not None:
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
         if not in_order:
             frame = frame.sortWithinPartitions(F.expr(_hash(hashed)))
         frame = frame.select("*", *drawn)
-    observation = Observation()
-    frame = frame.observe(observation, *measures).drop(*length_names.values())
+    observations = [Observation()]
+    if measures:
+        observations.append(Observation())
+        frame = frame.observe(observations[-1], *measures)
+    frame = frame.drop(*length_names.values())
     if shuffle is not None:
         # The hash of a row's key selects its file, and the key itself its position in the file.
         frame = frame.repartition(shuffle.files, "key").sortWithinPartitions("key").drop("key")
+    # Measured in the last stage: those of a shuffle count the rows of a task that runs again twice.
+    content = F.expr(_content(columns, parts, split)).alias("content")
+    frame = frame.select("*", content, F.monotonically_increasing_id().alias("position"))
+    checksums = {"content": "content", "row_order": _hash(["content", "position"])}
+    # Half of each hash, so that the sum over 2**32 rows does not overflow.
+    sums = [F.expr(f"sum(shiftright({of}, 32))").alias(name) for name, of in checksums.items()]
+    frame = frame.observe(observations[0], *sums).drop("content", "position")
     names = stored if validation is None else [*stored, _split_name(columns)]
-    return frame.toDF(*names), observation
+    return frame.toDF(*names), observations
 
 
 def _split_name(columns: Sequence[StoredColumn]) -> str:
@@ -346,8 +355,8 @@ def _measures(
 
 def _content(
     columns: Sequence[StoredColumn], parts: Sequence[Sequence[str]], split: str | None
-) -> Column:
-    """Return the aggregate that identifies the rows, regardless of their order."""
+) -> str:
+    """Return the SQL expression of a row's hash."""
     hashed = [] if split is None else [split]
     for column, names in zip(columns, parts, strict=True):
         depth = len(column.spec.shape)
@@ -361,8 +370,7 @@ def _content(
             length = _HASHED if depth == 1 else 1
             hashed += [f"slice({value}, {start}, {length})" for start in (1, middle)]
             hashed.append(f"size({value})")
-    # Half of the hash, so that the sum over 2**32 rows does not overflow.
-    return F.expr(f"sum(shiftright({_hash(hashed)}, 32))").alias("content")
+    return _hash(hashed)
 
 
 def _hash(parts: Iterable[str]) -> str:
@@ -370,10 +378,12 @@ def _hash(parts: Iterable[str]) -> str:
     return f"xxhash64({', '.join(parts)})"
 
 
-def _measurements(observation: Observation) -> dict[str, Any]:
+def _measurements(observations: Iterable[Observation]) -> dict[str, Any]:
     """Return the measurements of the write."""
+    observed: dict[str, Any] = {}
     try:
-        observed = observation.get
+        for observation in observations:
+            observed |= observation.get
     except Py4JJavaError as error:
         # Spark 4 asserts that measurements exist. They do not exist if its optimizer detected that
         # there are no rows, and planned an empty frame instead.

@@ -162,7 +162,7 @@ def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
         return UNREADABLE
 
 
-def is_abandoned(store: Files, path: str, record: LeaseRecord, *, may_write: bool = True) -> bool:
+def is_abandoned(store: Files, path: str, record: LeaseRecord, now: datetime | None = None) -> bool:
     """Return whether the owner of a lease is known to be dead.
 
     Parameters
@@ -173,9 +173,8 @@ def is_abandoned(store: Files, path: str, record: LeaseRecord, *, may_write: boo
         The file of the lease record.
     record : LeaseRecord
         The record that was read from the file.
-    may_write : bool
-        Whether to write a probe file for the store's time. Otherwise this machine's clock counts as
-        the store's.
+    now : datetime.datetime, optional
+        The time by the store's clock. Default: that of a file which is written now.
 
     Returns
     -------
@@ -188,21 +187,20 @@ def is_abandoned(store: Files, path: str, record: LeaseRecord, *, may_write: boo
         return False
     if is_here(record.owner):
         return (bool(record.token) and record.owner == this_process()) or is_dead(record.owner)
-    age = _age(store, path, record, may_write)
+    age = _age(store, path, record, now)
     return age is not None and age > STALE_SECONDS
 
 
-def _age(store: Files, path: str, record: LeaseRecord, may_write: bool) -> float | None:
+def _age(store: Files, path: str, record: LeaseRecord, now: datetime | None) -> float | None:
     """Return the seconds since a lease record was last written, or None if unknown."""
-    written, now = store.modified(path), _utc()
+    written = store.modified(path)
     if written is None:
-        return None if record.beaten is None else (now - record.beaten).total_seconds()
-    if may_write:
-        now = _store_time(store, posixpath.dirname(path)) or now
+        return None if record.beaten is None else (utc_now() - record.beaten).total_seconds()
+    now = now or store_time(store, posixpath.dirname(path)) or utc_now()
     return (now - written).total_seconds()
 
 
-def _store_time(store: Files, folder: str) -> datetime | None:
+def store_time(store: Files, folder: str) -> datetime | None:
     """Return the time by the store's clock, from a file that is written now."""
     path = f"{folder}/.clock-{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
@@ -243,7 +241,7 @@ class Heartbeat:
         self.lost = False
         self.path = path
         self._store = store
-        self._record = LeaseRecord(this_process(), _utc(), _utc(), self.token)
+        self._record = LeaseRecord(this_process(), utc_now(), utc_now(), self.token)
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         # The thread stops with this object and must not keep it alive.
@@ -339,7 +337,7 @@ class Heartbeat:
             self._store.delete(self.path)
 
     def _write(self) -> None:
-        self._store.write_text(self.path, replace(self._record, beaten=_utc()).to_json())
+        self._store.write_text(self.path, replace(self._record, beaten=utc_now()).to_json())
 
 
 _alive: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
@@ -369,7 +367,8 @@ def _stop_all() -> None:
 at_exit(_stop_all)
 
 
-def _utc() -> datetime:
+def utc_now() -> datetime:
+    """Return the time by this machine's clock."""
     return datetime.now(UTC)
 
 
@@ -402,14 +401,17 @@ def _generations(names: Collection[str]) -> list[int]:
 
 
 def holder(
-    store: Files, run_path: str, *, may_write: bool = True
+    store: Files, run_path: str, now: datetime | None = None
 ) -> tuple[int, LeaseRecord | None]:
-    """Return a run's greatest generation and the record of its live owner; None if it is free."""
+    """Return a run's greatest generation and the record of its live owner; None if it is free.
+
+    ``now`` is that of `is_abandoned`.
+    """
     generation, record = newest_lease(store, run_path)
     if record is None or record.is_released:
         return generation, None
     path = lease_path(run_path, generation)
-    return generation, None if is_abandoned(store, path, record, may_write=may_write) else record
+    return generation, None if is_abandoned(store, path, record, now) else record
 
 
 class Lease(Heartbeat):
@@ -523,7 +525,7 @@ class Lease(Heartbeat):
         return True
 
     def _create(self, generation: int, is_released: bool = False) -> bool:
-        record = replace(self._record, beaten=_utc(), is_released=is_released)
+        record = replace(self._record, beaten=utc_now(), is_released=is_released)
         return self._store.write_new(lease_path(self._run.run_path, generation), record.to_json())
 
     def _forget(self, generations: Collection[int], below: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators._util.documents import check_types, parse_object, strict_number
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.leases import Lease, holder
+from hvd_estimators.store.leases import Lease, holder, utc_now
 from hvd_estimators.store.paths import StorePaths
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
     state = str(metadata.get("state", "finished"))
     if state == "running":
         # The folder may be read-only, and another application's.
-        return "interrupted" if holder(store, path, may_write=False)[1] is None else state
+        return "interrupted" if holder(store, path, utc_now())[1] is None else state
     return state
 
 

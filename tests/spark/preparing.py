@@ -15,9 +15,9 @@ from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.prepare.datasets import load_manifest
 
 
-def numbers(spark: Any, rows: int = 200) -> Any:
+def numbers(spark: Any, rows: int = 200, partitions: int = 3) -> Any:
     """Return spark.range with a doubled column, and with a column of rows to validate on."""
-    return spark.range(0, rows, 1, 3).select(
+    return spark.range(0, rows, 1, partitions).select(
         "id", (F.col("id") * 2.0).alias("x"), (F.col("id") % 5 == 0).alias("held_out")
     )
 

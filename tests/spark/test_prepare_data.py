@@ -26,6 +26,7 @@ from hvd_estimators import (
 from hvd_estimators.data.remote_reads import _VERIFY_PAGES
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.prepare import write
+from hvd_estimators.prepare.dataframe import _analyzed_plan, _keeps_order
 from hvd_estimators.prepare.datasets import load_manifest
 
 pytestmark = [
@@ -351,3 +352,33 @@ def test_shuffle_on_write_false_keeps_the_order(spark: Any, store: Any) -> None:
     assert [row for file in order for row in file] == list(range(300))
     # The shuffled rows are a separate dataset.
     assert stored_order(frame, store) != order
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_on_write": False}, {"validation": "held_out"}])
+def test_the_manifest_tells_other_rows_and_another_order(
+    spark: Any, store: Any, options: Any
+) -> None:
+    """The order of a part without a shuffle, or by random keys, depends on the partitions."""
+
+    def checksums(frame: Any) -> tuple[Any, Any]:
+        with prepare_data(1, store, frame, ["id"], **options) as index:
+            manifest = load_manifest(store, index)
+            return manifest.content, manifest.row_order
+
+    frame = numbers(spark)
+    content, order = checksums(frame)
+    assert checksums(frame) == (content, order)
+    other_content, other_order = checksums(numbers(spark, partitions=2))
+    assert other_content == content
+    assert other_order != order
+    assert checksums(frame.where("id != 7"))[0] != content
+
+
+def test_rows_of_a_database_have_no_order(spark: Any, tmp_path: Path) -> None:
+    frame, url = numbers(spark), f"jdbc:derby:{tmp_path}/rows;create=true"
+    frame.select("id", "x").write.jdbc(url, "numbers")
+    found = spark.read.jdbc(url, "numbers")
+    assert not _keeps_order(_analyzed_plan(found))
+    assert found.count() == frame.count()
+    frame.write.parquet(str(tmp_path / "files"))
+    assert _keeps_order(_analyzed_plan(spark.read.parquet(str(tmp_path / "files"))))

@@ -46,6 +46,7 @@ def interrupted(position: Position, **fit: Any) -> Run:
         (data(stop=6), "row groups of the files"),
         (data(shuffle_buffer_size=2**20), r"shuffle_buffer_size null \(now 1048576\)"),
         (data(inmemory_cache_all=True), "inmemory_cache_all"),
+        (data(row_order="2"), "order of the rows in the files"),
         (data(data_module=Own), r"data_module null \(now .*Own\)"),
     ],
 )
@@ -59,12 +60,19 @@ def test_another_order_within_an_epoch_is_rejected(other: DataSpec, told: str) -
     interrupted(Position(3), reading=reading).check_reading(other)
 
 
+def test_a_run_without_its_record_resumes_only_between_epochs() -> None:
+    run = interrupted(Position(2, 16))
+    run.metadata = None
+    with pytest.raises(ParamError, match=r"'runs/mine/metadata.json', which is missing.*delete"):
+        run.check_reading(data())
+    run.checkpoints = (Position(3),)
+    run.check_reading(data())
+
+
 def test_other_files_with_the_same_rows_keep_the_order() -> None:
     reading = as_json(reading_identity(data()))
     for same in (data(), data("s3://b"), data(data_module="arrow"), data(local_cache_size=3)):
         interrupted(Position(2, 16), reading=reading).check_reading(same)
-    # The user has deleted the record.
-    interrupted(Position(2, 16)).check_reading(data(stop=6))
     assert data(shuffle=False, shuffle_buffer_size=3) != data(shuffle=False)
     assert reading_identity(data(shuffle=False, shuffle_buffer_size=3)) == reading_identity(
         data(shuffle=False)

@@ -27,7 +27,7 @@ from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.collate_fn import CollateFunction
-from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.plan import order_warning, plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule, VirtualShards
 from hvd_estimators.loading.shuffle import stream_batches
 from hvd_estimators.store import LocalStore
@@ -302,6 +302,74 @@ def test_a_null_weight_is_an_error() -> None:
     assert collate(rows[:1]).weights.tolist() == [1.0]
     with pytest.raises(DataError, match="Column 'w' holds nulls"):
         collate(rows)
+
+
+def load_rows(folder: Path, *names: str) -> Any:
+    """Return the rows of a folder's files as a collate function gets them, in stored order."""
+    allowed = dict.fromkeys(names, "any")
+    manifest = read_manifest(LocalStore(str(folder)), str(folder), None, names, allow_text=allowed)
+    plan = plan_shards(manifest.train.row_groups, 1)
+    with ArrowDataModule(
+        train_dir=str(folder),
+        val_dir=None,
+        columns=(JoinedSpec(ROWS, "rows", "object", members=manifest.columns),),
+        train_plan=plan,
+        train_batch_size=manifest.train.rows,
+        shuffle=False,
+    ) as module:
+        return next(module.train_data())[ROWS], manifest, plan
+
+
+def test_numbers_have_the_type_that_holds_those_of_all_files(tmp_path: Path) -> None:
+    types = [(pa.int32(), pa.float32()), (pa.int64(), pa.float64())]
+    for number, (whole, real) in enumerate(types):
+        columns = {
+            "n": pa.array([2**30 if number == 0 else 2**40], whole),
+            "r": pa.array([0.5 if number == 0 else 0.1], real),
+            "l": pa.array([[0.5] if number == 0 else [0.1, 0.2]], pa.list_(real)),
+        }
+        parquet.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    rows, _, _ = load_rows(tmp_path, "n", "r", "l")
+    assert rows.table.to_pylist() == [
+        {"n": 2**30, "r": 0.5, "l": [0.5]},
+        {"n": 2**40, "r": 0.1, "l": [0.1, 0.2]},
+    ]
+
+
+def test_timestamps_keep_dates_that_nanoseconds_cannot_hold(tmp_path: Path) -> None:
+    moments = [datetime.datetime(1, 1, 1), datetime.datetime(9999, 12, 31, 1, 2, 3, 4)]
+    table = pa.table({"t": pa.array(moments, pa.timestamp("us"))})
+    # As Spark writes by default.
+    parquet.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    rows, _, _ = load_rows(tmp_path, "t")
+    assert rows.table.to_pydict() == {"t": moments}
+
+
+def test_the_shuffle_buffer_is_bounded_if_the_first_rows_are_short(tmp_path: Path) -> None:
+    """Files may be ordered by the length of their text."""
+    count, length, parts = 100, 5000, 90
+    texts = [
+        [f"{row:06}" + "x" * (1 if n < 10 else length) for row in range(count)]
+        for n in range(parts)
+    ]
+    for number, of_part in enumerate(texts):
+        path = tmp_path / f"{number:02}.parquet"
+        parquet.write_table(pa.table({"text": of_part}), path, use_dictionary=False)
+    _, manifest, plan = load_rows(tmp_path, "text")
+    mean = np.mean([len(text) for of_part in texts for text in of_part])
+    assert mean < plan.row_bytes < 1.1 * mean
+    buffer_bytes = 2**23
+    assert order_warning(manifest.train.row_groups, plan, manifest.columns, buffer_bytes)
+    read = []
+
+    def columns() -> Iterator[dict[str, Any]]:
+        for number, of_part in enumerate(texts):
+            read.append(number)
+            yield {"text": np.array(of_part, object)}
+
+    rngs, sizes = [np.random.default_rng(0)], [10] * (parts * count // 10)
+    next(stream_batches(columns(), sizes, rngs, None, buffer_bytes, plan.row_bytes))
+    assert len(read) * count < 1.2 * buffer_bytes / mean
 
 
 def test_the_shuffle_buffer_bounds_the_memory_of_tables() -> None:

@@ -106,6 +106,21 @@ def test_a_fit_without_its_lease_may_write_a_last_checkpoint(store: Any) -> None
         assert epochs_in(store) == [1]
 
 
+def test_a_driver_that_wakes_up_deletes_nothing_of_the_next_one(store: Any) -> None:
+    paths = store.run_paths("mine")
+    unfinished = f"{paths.checkpoints_path}/checkpoint-000005.ckpt"
+    with contextlib.suppress(KeyError), Run(store, paths) as held, held.without_orphans():
+        store.write_text(unfinished, "of the ranks of this driver")
+        raise KeyError
+    assert not store.exists(unfinished)
+    with contextlib.suppress(KeyError), Run(store, paths) as held, held.without_orphans():
+        take_over(store)
+        store.write_text(unfinished, "of the ranks of the other driver")
+        assert not held.lost  # before its next heartbeat
+        raise KeyError
+    assert store.exists(unfinished)
+
+
 def test_a_rank_may_write_while_its_driver_releases_the_run(store: Any) -> None:
     with Run(store, store.run_paths("mine")) as held:
         fence = held.fencing_token(0)
