@@ -3,7 +3,7 @@
 A killed process deletes nothing. The names of temporary folders therefore identify their process.
 The next process of the same user that creates a temporary folder deletes the folders of ended
 processes. A rank's temporary folders are inside the rank's own folder, see
-`hvd_estimators.launch.rank.directory`.
+`hvd_estimators.launch.rank.process`.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class RangeCache:
         self._lock = threading.Lock()
         self._is_usable: bool | None = None
         self._free = 0
+        self._is_full = False
 
     def get(
         self, path: str, checksum: int, start: int, stop: int, fetch: Callable[[int, int], bytes]
@@ -81,10 +82,12 @@ class RangeCache:
             return data
         fetched = fetch(start, stop)
         with self._lock, self._failures():
-            if len(fetched) > self._free:
+            if len(fetched) > self._free and not self._is_full:
                 # Other ranks write, too, so only a part of what is free is this rank's.
                 share = max(len(fetched), self._max_bytes // _SHARE)
                 self._free = min(self._free_for(len(fetched)), share)
+                # Counting the files takes long, so a full cache is not counted again.
+                self._is_full = len(fetched) > self._free
             if len(fetched) <= self._free:
                 self._write(entry, fetched)
                 self._free -= len(fetched)

@@ -205,23 +205,6 @@ class TableFiles:
         files = tuple(file for file in self.files if file[0].path not in others)
         return replace(self, files=files) if files else None
 
-    def check_unchanged(self, store: Store) -> None:
-        """Check that no file has changed since it was listed. Deleted files are ignored.
-
-        Raises
-        ------
-        StoreError
-            If one has another size, and ETag or modification time.
-        """
-        listed = _versions(store, self.roots)
-        for file, _, told in self.files:
-            if told is not None and listed.get(file.path, file) != file:
-                raise StoreError(
-                    f"{file.path!r} was changed while a model trained on the table "
-                    f"{told.table.name}, which may have mixed old and new rows. Train again, and "
-                    "leave the files as they are until training ends."
-                )
-
 
 def table_folder(path: str) -> str:
     """Return the folder of a file, without the folders of its partitions."""

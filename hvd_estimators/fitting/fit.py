@@ -181,9 +181,7 @@ class Fit:
                 spread=in_tasks if isinstance(backend, SparkBackend) else None,
             )
             shown.finish(f"Training on existing files: {describe_rows(manifest)}.")
-        model = self._train(manifest, backend)
-        files.check_unchanged()
-        return model
+        return self._train(manifest, backend)
 
     def on_dataset(self, dataset_idx: str) -> Any:
         """Train on a dataset of `prepare_data`, and return the model."""

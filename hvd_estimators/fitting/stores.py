@@ -106,18 +106,6 @@ class ParquetFiles:
     train: tuple[str, ...] | TableFiles
     validation: tuple[str, ...] | TableFiles = ()
 
-    def check_unchanged(self) -> None:
-        """Check that the files of a table have not changed since they were listed.
-
-        Raises
-        ------
-        StoreError
-            If one has, see `TableFiles.check_unchanged`.
-        """
-        for files in (self.train, self.validation):
-            if isinstance(files, TableFiles):
-                files.check_unchanged(self.store)
-
 
 def find_files(own: Store, path: Paths | None, validation_path: Paths | None) -> ParquetFiles:
     """Return the files at the given paths.

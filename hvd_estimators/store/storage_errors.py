@@ -116,8 +116,8 @@ _PATTERNS = (
     (
         Kind.TRANSIENT,
         # Clients of object stores, and HTTP.
-        r"BadDigest|ChunkedEncoding|ConnectionError|FlexibleChecksum|HTTPClientError|Incomplete|"
-        r"PayloadError|PriorRequest|ProtocolError|ResponseParser|ServiceRe(quest|sponse)Error|"
+        r"BadDigest|ChunkedEncoding|ConditionalRequestConflict|ConnectionError|FlexibleChecksum|"
+        r"HTTPClientError|Incomplete|PayloadError|PriorRequest|ProtocolError|ResponseParser|ServiceRe(quest|sponse)Error|"
         r"SHA256Mismatch|SlowDown|Throttl|TransportError|Timeout|"
         # hdfs-native and Hadoop's Java clients.
         r"BlockMissing|ChecksumError|ConnectException|Connection (refused|reset|closed)|"

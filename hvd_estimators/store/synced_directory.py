@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from hvd_estimators._util.temp_files import folder_prefix
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.paths import is_partial
 
@@ -80,7 +81,7 @@ class SyncedDirectory:
         if self.path is not None:
             return self
         self._is_copy = True
-        self.path = tempfile.mkdtemp(prefix="hvd_estimators-")
+        self.path = tempfile.mkdtemp(prefix=folder_prefix())
         try:
             if self._fetch:
                 self._download(self._target)

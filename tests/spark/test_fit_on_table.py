@@ -218,32 +218,6 @@ def test_a_part_of_a_file_cannot_be_chosen(spark: Any, store: Any, tables: Path)
     assert set(whole["day"]) == {1, 2}
 
 
-class Rewriting:
-    """Callback that rewrites a file when the first epoch has ended."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        if epoch == 0:
-            copy = f"{self.file}.{os.getpid()}.copy"
-            shutil.copyfile(self.file, copy)
-            os.replace(copy, self.file)
-
-
-def test_a_file_that_changes_during_training_is_noticed(
-    spark: Any, store: Any, tables: Path
-) -> None:
-    make_frame(spark).write.partitionBy("day").saveAsTable("rows")
-    file = next((tables / "rows" / "day=1").glob("*.parquet"))
-    estimator = make_estimator(store, epochs=2)
-    changing = estimator.copy({"callbacks": [Rewriting(str(file))]})
-    # A file that training does not read may change.
-    changing.fit_on_table("rows", "day != 1")
-    with pytest.raises(StoreError, match=r"day=1/.*was changed while a model trained on the table"):
-        changing.fit_on_table("rows", "day = 0", validation_where="day = 1")
-
-
 def test_a_delta_table_is_read_where_spark_lacks_delta(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:
@@ -354,10 +328,3 @@ def test_a_table_on_s3_is_read_by_the_stores_keys(spark: Any, s3a: Any, tables: 
 
     expected = step(collect(frame.where("name is not null")))
     np.testing.assert_allclose(weights(model), expected, rtol=1e-5)
-
-    files = find_tables(store, "rows", "day = 1", None, ["x"], False)
-    files.check_unchanged()
-    with store.open_atomic(files.train.files[0][0].path) as file:
-        file.write(b"other content")
-    with pytest.raises(StoreError, match="was changed while a model trained"):
-        files.check_unchanged()

@@ -105,6 +105,15 @@ def test_a_full_cache_keeps_the_files_of_its_fit_and_later_fits_replace_them(sto
     assert replaced != kept
 
 
+def test_a_full_cache_is_counted_once(store, tmp_path, monkeypatch):
+    counts = []
+    count = RangeCache._free_for
+    monkeypatch.setattr(RangeCache, "_free_for", lambda *of: counts.append(1) or count(*of))
+    write(store)
+    read(store, tmp_path / "cache", size=1)
+    assert len(counts) == 1
+
+
 def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
