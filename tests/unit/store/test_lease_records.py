@@ -139,7 +139,7 @@ def test_the_owners_clock_is_used_if_the_store_has_none(tmp_path, path):
     with Heartbeat(store, path):
         claim = of_another(read_lease_record(store, path))
     for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
-        beaten = leases._utc() - timedelta(seconds=seconds)
+        beaten = leases.utc_now() - timedelta(seconds=seconds)
         older = dataclasses.replace(claim, beaten=beaten)
         assert is_abandoned(store, path, older) is expected
     assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
