@@ -307,7 +307,7 @@ def _frame(
     if shuffle is not None:
         # The hash of a row's key selects its file, and the key itself its position in the file.
         frame = frame.repartition(shuffle.files, "key").sortWithinPartitions("key").drop("key")
-    # Measured in the last stage: those of a shuffle count the rows of a task that runs again twice.
+    # Measured in the last stage, because stages of a shuffle count rows of repeated tasks twice.
     content = F.expr(_content(columns, parts, split)).alias("content")
     frame = frame.select("*", content, F.monotonically_increasing_id().alias("position"))
     checksums = {"content": "content", "row_order": _hash(["content", "position"])}

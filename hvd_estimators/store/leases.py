@@ -174,7 +174,7 @@ def is_abandoned(store: Files, path: str, record: LeaseRecord, now: datetime | N
     record : LeaseRecord
         The record that was read from the file.
     now : datetime.datetime, optional
-        The time by the store's clock. Default: that of a file which is written now.
+        The time by the store's clock. Default: the time of a file that is written now.
 
     Returns
     -------
@@ -405,7 +405,7 @@ def holder(
 ) -> tuple[int, LeaseRecord | None]:
     """Return a run's greatest generation and the record of its live owner; None if it is free.
 
-    ``now`` is that of `is_abandoned`.
+    See `is_abandoned` for ``now``.
     """
     generation, record = newest_lease(store, run_path)
     if record is None or record.is_released:
