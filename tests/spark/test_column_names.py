@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.prepare.schema import _folded
 from hvd_estimators.torch import TorchModel
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("cleared_cache")]
@@ -55,6 +57,18 @@ def test_nulls_are_found_in_columns_of_any_name(spark: Any, store: Any) -> None:
     frame = spark.range(5).select("id", F.array(F.when(F.col("id") > 1, 1.0)).alias("a`.b ${c}"))
     with pytest.raises(DataError, match=r"'a`\.b \$\{c\}' holds"):
         index_of(store, frame)
+
+
+def test_characters_are_alike_where_java_ignores_their_case(spark: Any) -> None:
+    call = "java_method('java.lang.Character', '{}', {})".format
+    key = call("toLowerCase", f"cast({call('toUpperCase', 'code')} AS int)")
+    codes = spark.range(0xD800).coalesce(1).selectExpr("cast(id AS int) AS code")
+    rows = codes.selectExpr("code", f"cast({key} AS int)", call("isDefined", "code")).collect()
+
+    # Python and Java know different versions of Unicode.
+    known = [(chr(c), k) for c, k, d in rows if d == "true" and category(chr(c)) != "Cn"]
+    assert len(known) > 50_000
+    assert [(c, k) for c, k in known if ord(_folded(c)) != k] == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,20 @@ def test_columns_that_are_not_features_stay_unchanged(typed: Any, features: list
         assert outputs == [0.0, 1.0]
     else:
         assert [vector.toArray().tolist() for vector in outputs] == [[0.0, 1.0], [1.0, 1.0]]
+
+
+def test_vectors_and_collated_text_from_files_stay_unchanged(typed: Any, tmp_path: Path) -> None:
+    """Read columns from files: Spark 4.3 passes only some of their types to Arrow UDFs."""
+    v = array_to_vector(F.array("id", "x"))
+    text = [name for name in ("text", "collated") if name in typed.columns]
+    typed.select("x", *text, v.alias("v"), F.array(v).alias("vs")).write.parquet(f"{tmp_path}/in")
+    rows = typed.sparkSession.read.parquet(f"{tmp_path}/in")
+    model = TorchModel(model=torch.nn.Identity(), feature_columns=["x"], label_columns=["y"])
+    predicted = model.setOutputShapes([[]]).transform(rows)
+    assert predicted.schema[:-1] == rows.schema
+    assert sorted(tuple(row) for row in predicted.collect()) == sorted(
+        (*row, row["x"]) for row in rows.collect()
+    )
 
 
 @pytest.mark.parametrize("ansi", ["true", "false"])

@@ -26,7 +26,7 @@ from hvd_estimators.launch.cluster.jobs import spread_over_tasks
 from hvd_estimators.launch.task.run import hosts_without
 from hvd_estimators.prepare.connectors import check_connector, spark_url
 from hvd_estimators.prepare.dataframe import prepare_data
-from hvd_estimators.store import HDFSStore, LocalStore, Store
+from hvd_estimators.store import DBFSLocalStore, HDFSStore, LocalStore, Store
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -141,6 +141,22 @@ def test_the_error_names_the_package_of_a_missing_connector(spark: Any, tmp_path
     assert list(tmp_path.iterdir()) == []
     store.places = ("strange://bucket", "file://")
     assert spark_url(spark, store, "/a") == "file:///a"
+
+
+def test_different_places_for_spark_and_python_are_rejected(
+    hdfs: Any, spark: Any, tmp_path: Path
+) -> None:
+    store = ElsewhereStore(str(tmp_path))
+    store.places = (f"{hdfs.url}/elsewhere",)
+    with pytest.raises(StoreError, match="Python does not see it at"):
+        check_connector(spark, store)
+
+
+def test_dbfs_paths_become_dbfs_or_file_urls(spark: Any, tmp_path: Path) -> None:
+    store = DBFSLocalStore("dbfs:/store", mount=str(tmp_path))
+    path = store.get_train_data_path("7f")
+    found = spark_url(spark, store, path)
+    assert found in ("dbfs:/store/intermediate_train_data.7f", f"file://{path}")
 
 
 class BrokenStore(LocalStore):

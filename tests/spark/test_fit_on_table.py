@@ -22,8 +22,9 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.exceptions import DataError, ParamError, StoreError
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, StoreError
 from hvd_estimators.fitting.stores import find_tables
+from hvd_estimators.loading.readers import DataModule
 
 pytestmark = pytest.mark.spark
 
@@ -163,6 +164,30 @@ def test_removed_partitions_and_foreign_files_are_not_read(
     assert set(found["day"]) == {0, 2}
 
 
+def test_a_partition_in_another_folder_needs_its_value_in_the_path(
+    spark: Any, store: Any, tables: Path
+) -> None:
+    frame = make_frame(spark)
+    frame.where("day = 0").write.partitionBy("day").saveAsTable("rows")
+    for folder in ("elsewhere", "day=2"):
+        path = tables.parent / folder
+        frame.where("day = 1").drop("day").select("x", "name", "date", "y").coalesce(
+            1
+        ).write.parquet(str(path))
+        spark.sql(f"alter table rows add partition (day=1) location '{path}'")
+
+        np.testing.assert_array_equal(
+            np.sort(load(store, "rows", None, "x")["x"]),
+            np.sort(collect(frame.where("day < 2"))[:, 0]),
+        )
+        files = find_tables(store, "rows", None, None, ["x"], False).train
+        # Folders above these may be large.
+        assert set(files.roots) == {str(tables / "rows" / "day=0"), str(path)}
+        with pytest.raises(StoreError, match=r"partition value day=1 in .*path does not tell"):
+            load(store, "rows", None, "x", "day")
+        spark.sql("alter table rows drop partition (day=1)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,6 +229,35 @@ def set_provider(spark: Any, table: str, provider: str) -> None:
     position = [str(field) for field in fields].index("Some(parquet)")
     fields[position] = spark._jvm.scala.Some(provider)
     state.catalog().alterTable(found.copy(*fields))
+
+
+def test_a_table_that_spark_lacks_a_connector_for_is_an_error(
+    spark: Any, store: Any, tables: Path
+) -> None:
+    make_frame(spark).write.saveAsTable("rows")
+    set_provider(spark, "rows", "delta")
+    with pytest.raises(ParamError, match="delta") as error:
+        make_estimator(store).fit_on_table("rows")
+    assert "delta.`path`" in str(error.value) or "fit(spark.table('rows'))" in str(error.value)
+
+
+def test_wrong_params_say_what_to_do(spark: Any, store: Any, tables: Path) -> None:
+    make_frame(spark).write.partitionBy("day", "name").saveAsTable("rows")
+    estimator = make_estimator(store)
+    with pytest.raises(ParamError, match="params: expected a dict"):
+        estimator.fit_on_table("rows", params=3)
+    with pytest.raises(ParamError, match=r"validation: found 0\.2.*by validation_where"):
+        estimator.copy({"validation": 0.2}).fit_on_table("rows")
+    with pytest.raises(ParamError, match="data_module: Folders reads whole folders"):
+        estimator.copy({"data_module": Folders}).fit_on_table("rows")
+    with pytest.raises(ColumnError, match=r"Column 'name' has type string.*StringIndexer"):
+        estimator.copy({"feature_cols": ["x", "name"]}).fit_on_table("rows")
+    with pytest.raises(ColumnError, match="no column 'height'"):
+        estimator.copy({"feature_cols": ["x", "height"]}).fit_on_table("rows")
+
+
+class Folders(DataModule):
+    """A reader that finds its own files."""
 
 
 def test_a_part_of_a_file_cannot_be_chosen(spark: Any, store: Any, tables: Path) -> None:
@@ -315,6 +369,41 @@ def test_the_catalogs_snapshot_of_an_iceberg_table_is_read(
     spark.sql("alter table rows set tblproperties ('current-snapshot-id'='1')")
     with pytest.raises(StoreError, match=r"lacks the current snapshot, 1\..*spark.table\('rows'\)"):
         load(store, "rows", None, "day")
+
+
+@pytest.mark.skipif(
+    tuple(map(int, pa.__version__.split(".")[:2])) < (17, 0),
+    reason="pyiceberg writes by PyArrow 17",
+)
+def test_a_table_that_pyiceberg_wrote_is_read(spark: Any, store: Any, tmp_path: Path) -> None:
+    """Whole files and single rows are deleted, which writes files again."""
+    frame = make_frame(spark)
+    table = create(
+        tmp_path / "table",
+        by=["day", "name"],
+        x=iceberg.DoubleType(),
+        day=iceberg.IntegerType(),
+        name=iceberg.StringType(),
+        y=iceberg.DoubleType(),
+    )
+    rows = frame.select("x", "day", "name", "y").toPandas()
+    table.append(pa.Table.from_pandas(rows, schema=table.schema().as_arrow()))
+    table.append(pa.Table.from_pandas(rows[:30], schema=table.schema().as_arrow()))
+    table.delete("day = 1")
+    table.delete("x > 0.4 and name = '50%'")
+    expected = table.scan().to_pandas()
+    # Some rows of a file are left.
+    assert 0 < (expected.name == "50%").sum() < 20
+
+    model = make_estimator(store).fit_on_table(f"iceberg.`{tmp_path}/table`")
+    same = make_estimator(store).fit_on_parquet(str(tmp_path / "table"))
+
+    rows = expected[["x", "day", "y"]].to_numpy()
+    for each in (model, same):
+        np.testing.assert_allclose(weights(each), step(rows), rtol=1e-5)
+    some = load(store, f"iceberg.`{tmp_path}/table`", "name is null or name = '50%'", "x")
+    chosen = expected[expected.name.isna() | (expected.name == "50%")]
+    np.testing.assert_array_equal(np.sort(some["x"]), np.sort(chosen.x))
 
 
 @pytest.mark.once

@@ -11,6 +11,8 @@ import pytest
 from estimators import plane_rows
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.linalg import Vectors
+from variants import others_in_soak
 
 from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
 
@@ -20,6 +22,30 @@ pytestmark = pytest.mark.spark
 def linear_net() -> keras.Model:
     keras.utils.set_random_seed(0)
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+class Derived(KerasEstimator):
+    """An estimator with the overrides and signatures of packages on ``horovod.spark.keras``."""
+
+    def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any:
+        assert len(run_results) == self.getNumProc()
+        model = super()._create_model(run_results, run_id, metadata)
+        assert model.getRunId() == run_id
+        return model
+
+    def _get_model_kwargs(
+        self, model: Any, history: Any, run_id: str, metadata: Any, floatx: str
+    ) -> dict[str, Any]:
+        return {
+            "history": history,
+            "model": model,
+            "feature_columns": self.getFeatureCols(),
+            "label_columns": self.getLabelCols(),
+            "custom_objects": self.getCustomObjects(),
+            "run_id": run_id,
+            "_metadata": metadata,
+            "_floatx": floatx,
+        }
 
 
 def make_estimator(store: Any, cls: Any = KerasEstimator, **params: Any) -> KerasEstimator:
@@ -93,6 +119,54 @@ def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_pa
     assert "kept.keras" in kept
     assert {name.partition("-")[0] for name in kept} == {"checkpoint", "kept.keras"}
     assert list((run / "logs").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("compress", others_in_soak(True, False))
+def test_sparse_vectors_weights_and_a_row_transformation(
+    spark: Any, store: Any, compress: bool
+) -> None:
+    rows = [
+        (
+            Vectors.sparse(3, {index % 3: 2.0}) if index % 4 else Vectors.sparse(3, {}),
+            float(index % 5),
+            1.0 + index % 2,
+        )
+        for index in range(40)
+    ]
+    frame = spark.createDataFrame(rows, ["sparse", "y", "weight"]).repartition(2)
+
+    def halve(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "y": row["y"] / 2}
+
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    fitted = make_estimator(
+        store,
+        Derived,
+        num_proc=1,
+        model=net,
+        feature_cols=["sparse"],
+        sample_weight_col="weight",
+        batch_size=40,
+        compress_sparse_cols=compress,
+        transformation_fn=halve if compress else None,
+        inmemory_cache_all=True,
+        tensorflow_dataset_prefetch_buffer_size=1,
+        optimizer="sgd",
+    ).fit(frame)
+    dense = np.array([row[0].toArray() for row in rows])
+    labels = np.array([row[1] for row in rows])[:, None] / (2 if compress else 1)
+    net.compile("sgd", "mse")
+    net.fit(dense, labels, sample_weight=np.array([r[2] for r in rows]), batch_size=40, verbose=0)
+    for a, b in zip(fitted.getModel().weights, net.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
+    metadata = fitted._get_metadata()["sparse"]
+    assert (metadata["shape"], metadata["is_sparse_vector_only"]) == ([3], compress)
+    predicted = fitted.setOutputCols(["out"]).transform(frame).select("sparse", "out").collect()
+    found = np.array([row["out"] for row in predicted])
+    inputs = np.array([row["sparse"].toArray() for row in predicted])
+    np.testing.assert_allclose(found, net.predict(inputs, verbose=0)[:, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_predicts_without_a_fit(spark: Any) -> None:

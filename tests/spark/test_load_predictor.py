@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -216,6 +217,50 @@ def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) ->
         metadata.write_text(text)
         with pytest.raises(error, match=told):
             load_predictor(str(stage))
+
+
+class Several(torch.nn.Module):
+    """Return the input's first number, all its numbers, and its second number."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, 0], x, x[:, 1]
+
+
+def test_nan_becomes_null_in_types_without_nan(spark: Any, tmp_path: Path) -> None:
+    model = TorchModel(
+        model=Several(),
+        feature_columns=["x"],
+        label_columns=["whole", "several", "flag"],
+        output_shapes=[[], [2], []],
+        output_types=["int", "array<smallint>", "boolean"],
+    )
+    predictor = load_predictor(save(model, tmp_path))
+    numbers = [[-1.7, 2.5], [float("nan"), 0.0], [300.9, float("nan")], [-32768.5, 32767.9]]
+    frame = spark.createDataFrame([(row,) for row in [*numbers, None]], "x array<double>")
+
+    expected = transformed(model, frame, predictor)
+    table = pa.table({"x": pa.array([*numbers, None], pa.list_(pa.float64()))})
+    made = predictor.predict(table)
+    assert made.to_pydict() == {
+        "whole__output": [-1, None, 300, -32768, None],
+        "several__output": [[-1, 2], [None, 0], [300, None], [-32768, 32767], None],
+        "flag__output": [True, False, None, True, None],
+    }
+    assert_same(made, expected)
+    assert_same(predictor(table.to_pandas()), expected)
+    assert_same(predictor({"x": np.array(numbers)}), expected[:-1])
+    whole = predictor({"x": np.array(numbers[3:])})
+    assert [array.dtype.name for array in whole.values()] == ["int32", "int16", "bool"]
+
+    too_large = np.array([[0.0, 32768.0]])
+    wrong = r"several__output is 32768\.0, which type smallint cannot hold"
+    with pytest.raises(PredictionError, match=wrong):
+        predictor({"x": too_large})
+    # One partition: Spark 3.5 kills the other tasks of a failed query, and may close a socket of a
+    # Python worker that the next query uses.
+    one = spark.createDataFrame([(too_large[0].tolist(),)], frame.schema).coalesce(1)
+    with pytest.raises(Exception, match=wrong):
+        model.transform(one).collect()
 
 
 def test_a_keras_model_predicts_on_numbers_and_text(spark: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from estimators import line_estimator
@@ -129,6 +130,14 @@ def test_ragged_vectors_and_nulls_are_rejected(
     assert clear_prepared_data(store) == []
 
 
+@pytest.mark.parametrize("bad", [[[1.0, None]], [[1.0, 2.0], None], [None]])
+def test_nulls_in_nested_arrays_are_rejected(spark: Any, store: Any, bad: Any) -> None:
+    rows = [(0, [[1.0, 2.0]] * len(bad)), (1, bad)]
+    frame = spark.createDataFrame(rows, "id int, x array<array<double>>")
+    with pytest.raises(DataError, match="'x' holds"):
+        index_of(store, frame)
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -166,6 +175,17 @@ def test_check_finite_rejects_nan_and_infinity(
         index_of(store, frame, check_finite=True)
     (found,) = read(store, frame)
     np.testing.assert_array_equal(found["x"][np.argsort(found["id"])], np.array(values))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("bad", [Vectors.dense([1.0, NAN]), Vectors.sparse(2, {1: 1e300})])
+def test_check_finite_checks_vectors_as_32_bit_floats(
+    spark: Any, store: Any, compress: bool, bad: Any
+) -> None:
+    # 1e300 is infinite as a 32-bit float.
+    frame = spark.createDataFrame([(0, Vectors.dense([1.0, 2.0])), (1, bad)], ["id", "v"])
+    with pytest.raises(DataError, match=r"'v' holds NaN or infinity .* in 1 rows"):
+        index_of(store, frame, compress_sparse=compress, check_finite=True)
 
 
 # Splits.
@@ -238,6 +258,25 @@ def test_validation_rows_are_those_of_another_frame(spark: Any, store: Any) -> N
         np.testing.assert_array_equal(part["vector"].ravel(), part["id"])
 
 
+def test_a_failed_move_leaves_no_files(spark: Any, store: Any, monkeypatch: Any) -> None:
+    moved: list[str] = []
+    move = type(store).move_folder
+
+    def fail(self: Any, source: str, target: str) -> None:
+        if moved:
+            raise StoreError("the disk is full")
+        moved.append(target)
+        move(self, source, target)
+
+    monkeypatch.setattr(type(store), "move_folder", fail)
+    with (
+        pytest.raises(StoreError, match="disk is full"),
+        prepare_data(1, store, numbers(spark), ["id"], ["x"], validation="held_out"),
+    ):
+        pass
+    assert store.names(store.prefix_path) == []
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_seed_gives_the_same_split_each_time(spark: Any, store: Any, shuffled: bool) -> None:
     frame = numbers(spark, 1000).drop("held_out")
@@ -251,6 +290,18 @@ def test_a_seed_gives_the_same_split_each_time(spark: Any, store: Any, shuffled:
 
     assert split(1) == split(1)
     assert split(1) != split(2)
+
+
+def test_a_split_does_not_depend_on_the_row_order_of_a_shuffle(spark: Any, store: Any) -> None:
+    # The same rows in the same partitions, read in another order.
+    ids = np.arange(600)
+    splits = []
+    for order in (ids, ids[::-1]):
+        rows = pd.DataFrame({"id": order, "part": order % 3})
+        frame = spark.createDataFrame(rows).repartition(3, "part").drop("part")
+        _, val = read(store, frame.withColumn("x", F.col("id") * 1.0), validation=0.25)
+        splits.append(sorted(val["id"]))
+    assert splits[0] == splits[1]
 
 
 @pytest.mark.parametrize("validation", [None, 0.2])
@@ -331,6 +382,19 @@ def test_the_seed_determines_a_random_row_order(spark: Any, store: Any, keeps_or
         assert_random(file)
         thousands = np.bincount(np.array(file) // 1000, minlength=3)
         assert (np.abs(thousands - len(file) / 3) < 5 * np.sqrt(len(file) * 2 / 9)).all()
+
+
+def test_both_sides_of_a_split_are_in_random_order(spark: Any, store: Any) -> None:
+    frame = spark.range(0, 4000, 1, 3).withColumn("held_out", F.col("id") % 4 == 0)
+    sides: list[Any] = []
+
+    sides += read(store, frame.withColumn("x", F.lit(1)), validation="held_out")
+
+    train, held_out = (side["id"].tolist() for side in sides)
+    assert sorted(held_out) == list(range(0, 4000, 4))
+    assert len(train) == 3000
+    assert_random(train)
+    assert_random(held_out)
 
 
 def test_equal_rows_do_not_stay_together(spark: Any, store: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hvd_estimators import get_dataset_properties, prepare_data
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch.service.events import Event, RankOutput
 from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = pytest.mark.spark
@@ -66,6 +67,26 @@ def test_modules_planted_in_a_folder_of_the_driver_do_not_run_in_ranks(
     # The same folder, if only this user can write to it.
     folder.chmod(0o755)
     assert SparkBackend(1, warm_start=False).run(is_found) == [True]
+
+
+def test_output_of_ranks_is_printed_or_goes_to_a_handler(
+    spark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        print("hello", os.environ["HOROVOD_RANK"])
+
+    SparkBackend(2, verbose=2).run(work)
+    shown = capsys.readouterr().err
+    assert [shown.count(f"[{rank}] hello {rank}\n") for rank in (0, 1)] == [1, 1]
+
+    heard: list[Event] = []
+    SparkBackend(2, verbose=2).run(work, on_event=heard.append)
+    assert sorted(heard, key=lambda event: event.rank) == [
+        RankOutput(0, "hello 0\n"),
+        RankOutput(1, "hello 1\n"),
+    ]
+    SparkBackend(1).run(work)
+    assert "hello" not in capsys.readouterr().err
 
 
 def test_dataset_properties_match_horovod_spark(spark: Any, store: Any) -> None:

@@ -24,10 +24,33 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as F
 from variants import others_in_soak
 
-from hvd_estimators.keras import KerasEstimator, KerasModel
+from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
+
+
+def test_output_sizes_can_depend_on_the_batch(spark: Any, tmp_path: Path) -> None:
+    words = keras.Input((None,), dtype="int32")
+    doubled = keras.ops.stack([words, 2 * words], axis=-1)
+    net = keras.Model(words, {"pairs": doubled, "words": words})
+    model = KerasModel(
+        model=net,
+        feature_columns=["w"],
+        label_columns=["words", "pairs"],
+        # Like after a fit without a dry run.
+        output_shapes=[[None], [None, 2]],
+    )
+    # More partitions than rows: some are empty.
+    frame = spark.createDataFrame([([1, 2, 3],), ([4, 5, 6],)], ["w"]).repartition(3)
+    first, second = sorted(model.transform(frame).collect(), key=lambda row: row["w"])
+    assert first["words__output"].toArray().tolist() == [1.0, 2.0, 3.0]
+    assert second["pairs__output"] == [[4.0, 8.0], [5.0, 10.0], [6.0, 12.0]]
+    model.save(f"{tmp_path / 'model'}")
+    predictor = load_predictor(f"{tmp_path / 'model'}")
+    found = predictor.predict({"w": np.array([[7, 8]])})
+    assert found["pairs__output"].tolist() == [[[7.0, 14.0], [8.0, 16.0]]]
+    assert predictor.predict({"w": np.zeros((0, 2), int)})["pairs__output"].shape == (0, 1, 2)
 
 
 PREDICT_WITHOUT_SPARK = """

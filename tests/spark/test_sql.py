@@ -61,3 +61,19 @@ def test_the_model_runs_once_per_row_of_a_query(
 ) -> None:
     assert len(spark.sql(query).collect()) == rows
     assert rows_seen(notes) == ROWS
+
+
+def test_the_model_runs_once_with_caches_and_chained_columns(spark: Any, notes: Path) -> None:
+    twice = F.udf(lambda value: 2 * value, "double")
+    chained = spark.table("predictions").withColumn("z", F.col("y__output") * 3)
+    chained = chained.withColumn("w", twice("z")).where("w > 0 and y__output < 8").where("z > 3")
+    assert chained.select("id", "z").count() == 13
+    assert rows_seen(notes) == ROWS
+
+    spark.sql("cache table predictions")
+    try:
+        for query, rows in (("y__output > 0", 19), ("y__output < 0", 20), ("id = 3", 1)):
+            assert spark.sql(f"select * from predictions where {query}").count() == rows
+    finally:
+        spark.sql("uncache table predictions")
+    assert rows_seen(notes) == ROWS

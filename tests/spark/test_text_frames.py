@@ -260,6 +260,36 @@ def test_all_types_reach_the_function_in_training_and_in_transform(
     assert [row["output"] for row in served] == [float(row["number"]) for row in given]
 
 
+class Speaker(Classifier):
+    """Classifier that returns scores if it gets the classes, and otherwise each class thrice."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, said: Any = None
+    ) -> torch.Tensor:
+        scores = super().forward(input_ids, attention_mask)
+        return scores if said is not None else scores.argmax(1)[:, None].repeat(1, 3)
+
+
+def said(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = tokenized(rows)
+    return {**batch, "said": batch["label"]} if "label" in batch else batch
+
+
+def test_predictions_may_have_another_shape_than_in_training(store: Any, frame: Any) -> None:
+    net = Speaker()
+    params = {"model": net, "optimizer": torch.optim.Adam(net.parameters(), 0.1)}
+    model = estimator(store, collate_fn=said, **params).fit(frame)
+
+    transformed = model.transform(frame)
+
+    assert model.getOutputShapes() == [[3]]
+    # The column would hold the position of the largest of these numbers.
+    assert "prediction" not in transformed.columns
+    np.testing.assert_array_equal(outputs_of(transformed), alone(model.getModel()))
+    right = [[label] * 3 for _, _, label in texts()]
+    assert (outputs_of(transformed) == right).mean() > 0.9
+
+
 def test_errors_name_the_way_out(spark: Any, store: Any, frame: Any) -> None:
     ragged = spark.createDataFrame([(1, [1.0, 2.0]), (0, [1.0])], "label int, text array<double>")
     bounded = {"batch_size_fn": lambda row: len(row["words"]), "max_batch_size": 9}

@@ -15,7 +15,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache, list_prepared_data, prepare_data
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -130,3 +130,17 @@ def test_transform_is_lazy_and_accepts_an_empty_frame(spark: Any) -> None:
     assert model.transform(frame).collect() == []
     failing = frame.select(F.assert_true(F.lit(False)), "v")
     assert "y__output" in model.transform(failing).columns
+
+
+def test_torchscript_models_predict(spark: Any, store: Any) -> None:
+    frame = plane_rows(spark, 64)
+    net = torch.jit.script(TwoColumns())
+    with pytest.raises(ParamError, match="Train the module that it was made of"):
+        make_estimator(store, net, feature_cols=["a", "b"], num_proc=1).fit(frame)
+    model = TorchModel(
+        model=net, feature_columns=["a", "b"], label_columns=["y"], input_shapes=[[-1], [-1]]
+    )
+    predicted = model.transform(frame).collect()
+    found = [row["y__output"] for row in predicted]
+    a, b = (torch.tensor([float(row[name]) for row in predicted]) for name in ("a", "b"))
+    np.testing.assert_allclose(np.ravel(found), net(a, b).detach().ravel(), rtol=1e-5)

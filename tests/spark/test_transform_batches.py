@@ -105,6 +105,22 @@ def test_rows_waiting_for_predictions_hold_no_other_large_values(
     assert "Expand" in plan[udf:made], plan
 
 
+def test_rows_of_many_numbers_have_a_larger_limit(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 10_000)
+    frame = spark.range(2).selectExpr(*(f"id as c{n}" for n in range(20)))
+    columns = frame.columns
+
+    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * (20 + 4))
+    assert frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1) is None
+
+    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * 7)
+    padded = frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1)
+    assert padded is not None
+    assert padded.frame.count() == 2 * 3  # 21 numbers, of 7 for each
+
+
 class Large(torch.nn.Module):
     """Lookup in a table of two megabytes."""
 
