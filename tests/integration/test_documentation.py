@@ -60,6 +60,22 @@ def in_temp_folder(tmp_path: Path) -> Iterator[Path]:
     os.chdir(before)
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("begins\nEpoch 2/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", True),
+        ("Epoch 1/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", False),
+        ("Epoch 2/2: 39 rows/s, loss=0.18\n   a  0.0181\n1", False),
+        ("Epoch 2/2: 39 rows/s, loss=0.08\n   a  0.0281\n1", False),
+        ("Epoch 2/2: 39 rows/s, val_loss=0.08\n   a  0.0181\n1", False),
+        ("", False),
+    ],
+)
+def test_output_that_differs_from_the_page_is_found(printed: str, expected: bool) -> None:
+    shown = "Epoch 2/2: 2,109 rows/s, loss=0.0726\na 0.01...\n..."
+    assert documented.prints(shown, printed) is expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",

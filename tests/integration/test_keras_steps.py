@@ -53,6 +53,27 @@ class CustomModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
+class OtherName(keras.Model):
+    """keras.io's VAE and VQ-VAE: the step returns a tracker's mean under another name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="total_loss")
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        error = keras.ops.square(self(x)[:, 0] - keras.ops.reshape(y, (-1,)))
+        self.tracker.update_state(error)
+        return {"loss": self.tracker.result()}
+
+    def train_step(self, data: Any) -> Any:
+        return self.test_step(data)
+
+    @property
+    def metrics(self) -> Any:
+        return [self.tracker]
+
+
 class Shares(keras.metrics.Metric):
     """Metric with a dict of results."""
 
@@ -182,6 +203,21 @@ def test_the_higher_level_step_matches_one_process(backend: Any, store: Any) -> 
     # All batches have four rows.
     assert history["val_loss"][-1] == pytest.approx(np.mean(errors**2), rel=1e-5)
     assert history["val_mae"][-1] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
+
+
+def test_a_renamed_metric_is_the_mean_over_ranks_with_rows(backend: Any, store: Any) -> None:
+    columns = write(store.get_train_data_path(), 37, seed=0)
+    # One rank has no rows.
+    held_out = write(store.get_val_data_path(), 1, seed=1)
+    model = make(OtherName)
+    model.compile(keras.optimizers.SGD(RATE))
+    history = fit(backend, store, model, epochs=1).getHistory()
+    for prefix, rows in (("", columns), ("val_", held_out)):
+        errors = (model(inputs_of(rows))[:, 0] - rows["label"]) ** 2
+        # The ranks have the rows up to 17 and from 18.
+        means = [np.mean(own) for own in (errors[:18], errors[18:]) if len(own)]
+        assert history[f"{prefix}total_loss"] == [pytest.approx(np.mean(errors), rel=1e-5)]
+        assert history[f"{prefix}loss"] == [pytest.approx(np.mean(means), rel=1e-5)]
 
 
 def test_logs_of_a_step_are_merged_over_the_ranks(backend: Any, store: Any) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from lightning_reference import fit
 from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import MLFlowLogger
 from reference import (
     OPTIMIZERS,
     assert_same_weights,
@@ -87,3 +89,39 @@ def test_a_custom_data_module_receives_the_documented_arguments(backend: Any, st
     batches = [np.arange(32), np.arange(32, 64)]
     expected = train_alone(columns, batches, OPTIMIZERS["adam"], epochs=2)
     assert_same_weights(model.getModel().net, expected)
+
+
+def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: Any) -> None:
+    import horovod.torch as hvd
+
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    model = fit(
+        backend,
+        store,
+        batch_size=16,
+        gradient_compression=hvd.Compression.fp16,
+        profiler="simple",
+        run_id="profiled",
+        inmemory_cache_all=True,
+        trainer_args={"gradient_clip_val": 1e6},
+    )
+    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=1)
+    for found, wanted in zip(model.getModel().net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+    assert list(Path(store.get_logs_path("profiled"), "profile").iterdir())
+
+
+def test_mlflow_logs_to_the_logs_of_the_run(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 21, seed=1)
+    logger = MLFlowLogger("trial", save_dir=str(tmp_path / "elsewhere"))
+    params = {"validation": 0.5, "batch_size": 16, "epochs": 3, "run_id": "tracked"}
+    model = fit(InProcessBackend(), store, logger=logger, **params)
+    # MLflow's format: a file for each metric, and a line for each value: time, value, step.
+    (file,) = Path(store.get_logs_path("tracked"), "mlruns").glob("*/*/metrics/val_loss")
+    values = [float(line.split()[1]) for line in file.read_text().splitlines()]
+    assert values == pytest.approx([e["validation"]["val_loss"] for e in model.getHistory()])
+    assert not list(tmp_path.glob("elsewhere/**/metrics"))

@@ -14,6 +14,7 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from reference import (
     OPTIMIZERS,
+    WIDTH,
     assert_same_weights,
     global_batches,
     train_alone,
@@ -129,6 +130,36 @@ def test_a_checkpoint_callback_of_the_module_selects_the_best_model(
     assert_same_weights(model.getModel().net, expected)
     assert Path(store.get_run_path("own"), "checkpoints", "best.ckpt").exists()
     assert "cannot pickle '_thread.lock' object" in caplog.text
+
+
+class Running(LightningDataModule):
+    """Data module whose loader is an exhausted iterator in the second epoch."""
+
+    def __init__(self, train_dir: str, cur_shard: int, **kwargs: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        batches = [{"features": torch.randn(4, WIDTH), "label": torch.randn(4)} for _ in range(2)]
+        self.batches = iter(batches)
+
+    def train_dataloader(self) -> Any:
+        return self.batches
+
+
+class Empty(Running):
+    def train_dataloader(self) -> Any:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("data_module", "message"),
+    [(Running, "no batch in epoch 2"), (Empty, "has no batches: nothing was trained")],
+)
+def test_an_exhausted_or_empty_loader_is_an_error(
+    store: Any, data_module: Any, message: str
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 8)
+    with pytest.raises(RuntimeError, match=message):
+        fit(InProcessBackend(), store, data_module=data_module, epochs=3)
 
 
 class Shuffling(LightningDataModule):

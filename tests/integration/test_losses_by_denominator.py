@@ -149,6 +149,36 @@ def test_losses_of_several_labels_have_separate_denominators(backend: Any, store
     assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
 
 
+def contrast(outputs: torch.Tensor) -> torch.Tensor:
+    """Return a loss that compares each row with all others."""
+    unit = functional.normalize(outputs.reshape(len(outputs), -1), dim=1)
+    return (unit @ unit.T).logsumexp(dim=1).mean()
+
+
+def test_a_contrastive_loss_of_gathered_outputs_trains_as_one_process(
+    backend: Any, store: Any
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()), 9)
+
+    def step(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        import horovod.torch as hvd
+
+        optimizer.zero_grad()
+        outputs = model(*inputs).contiguous()
+        everywhere = hvd.allgather(outputs, name="outputs")
+        everywhere.register_hook(lambda gradient: gradient * hvd.size())
+        loss = contrast(everywhere)
+        loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    model = torch_fit(backend, store, model=TokenNet(), train_minibatch_fn=step)
+    expected = train_alone(TokenNet(), columns, lambda net, b: contrast(net(b["input_ids"])))
+    assert_same_weights(model.getModel(), expected)
+
+
 class ByLoss(torch.optim.Optimizer):
     """Optimizer with steps proportional to the closure's loss, which a line search also uses."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 from estimators import exact_params
 from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches, write_rows
+from resuming import kept_checkpoints
+from test_resuming import assert_equal_bits
 
 from hvd_estimators.torch import TorchEstimator
 
@@ -90,3 +94,63 @@ def test_a_module_that_returns_losses_in_training_trains_and_predicts(
     found = load(document)([columns["features"], columns["label"]])
     for value, other in zip(found, (expected["scores"], expected["boxes"]), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+
+
+class Normalized(torch.nn.Module):
+    """Net with batch normalization that has seen other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.norm, self.last = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.norm.running_mean.fill_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.norm(x))[:, 0]
+        return found
+
+
+class Freezing:
+    """Callback that keeps the statistics of batch normalization, as in fine-tuning."""
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        self.norm = module.norm
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        self.norm.eval()
+
+
+def test_a_layer_stays_in_the_mode_of_a_callback(ranks: StandingBackend, store: Any) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), 8, seed=1)
+    net = Normalized()
+
+    def run(run_id: str) -> Any:
+        estimator = TorchEstimator(
+            **exact_params(ranks, store, model=net, run_id=run_id, batch_size=BATCH),
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
+            loss=torch.nn.functional.mse_loss,
+            callbacks=[Freezing()],
+            epochs=EPOCHS,
+            validation=0.5,
+            checkpoint_every_n_steps=1,
+            keep_checkpoints=99,
+        )
+        return estimator.fit_on_parquet().getModel()
+
+    found, expected = run("whole"), Normalized()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
+    for _ in range(EPOCHS):
+        expected.train()
+        expected.norm.eval()
+        for rows in global_batches(ROWS, 2, BATCH):
+            optimizer.zero_grad()
+            x, y = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
+            torch.nn.functional.mse_loss(expected(x), y).backward()
+            optimizer.step()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    within = [run_id for run_id, (epoch, rows) in kept_checkpoints(store, "whole") if rows]
+    # A run that continues within an epoch, too.
+    assert_equal_bits(run(within[-1]).state_dict(), found.state_dict())

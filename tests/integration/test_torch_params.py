@@ -15,6 +15,7 @@ from reference import (
     OPTIMIZERS,
     assert_same_weights,
     global_batches,
+    make_net,
     train_alone,
     write_rows,
 )
@@ -75,6 +76,16 @@ def test_callbacks_receive_the_same_logs_on_each_rank(store: Any, tmp_path: Path
     assert (tmp_path / "rank1").read_text() == expected
 
 
+def test_runs_are_deleted_if_the_store_does_not_keep_them(tmp_path: Path) -> None:
+    from hvd_estimators import Store
+
+    store = Store.create(str(tmp_path / "store"), save_runs=False)
+    write_rows(Path(store.get_train_data_path()), 32)
+    fit(store, 1, "sgd")
+    # The model and its state were exchanged through a folder that is deleted.
+    assert list(Path(store.get_runs_path()).iterdir()) == []
+
+
 def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     torch.manual_seed(0)
@@ -92,3 +103,35 @@ def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:
     np.testing.assert_allclose(
         model.getModel()[0].running_mean, np.mean(means, axis=0), rtol=1e-4, atol=1e-6
     )
+
+
+def test_a_custom_function_may_accumulate_gradients_of_several_passes(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+
+    def twice(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        for _ in range(2):
+            outputs, aligned = transform_outputs(model(*inputs), labels)
+            loss = loss_fn(outputs, aligned)
+            loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    net = make_net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    for rows in global_batches(64, 2, 8):
+        for _ in range(2):
+            output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
+            torch.nn.functional.mse_loss(
+                output, torch.from_numpy(columns["label"][rows])
+            ).backward()
+        optimizer.step()
+
+    # The gradients of a step's first pass are already means when those of the second are added.
+    model, _ = fit(store, 2, "sgd", train_minibatch_fn=twice, batch_size=8)
+    assert_same_weights(model.getModel(), net)
+    with_param, _ = fit(
+        store, 2, "sgd", train_minibatch_fn=twice, batch_size=8, backward_passes_per_step=2
+    )
+    assert np.isfinite(with_param.getHistory()[0]["train"]["loss"])

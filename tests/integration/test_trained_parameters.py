@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from estimators import exact_params
 from pytorch_lightning import Callback, LightningModule
 from rank_pool import StandingBackend, shared_ranks
-from reference import assert_same_weights, global_batches, make_net, write_rows
+from reference import WIDTH, assert_same_weights, global_batches, make_net, write_rows
 
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
@@ -116,6 +117,103 @@ def test_parameters_unfrozen_during_training_train_as_one_process(
         found = fit("parts", epochs)
     for value, other in zip(found.parameters(), whole.parameters(), strict=True):
         assert torch.equal(value, other)
+
+
+class Gan(torch.nn.Module):
+    """Generator of rows and discriminator in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.generator = torch.nn.Sequential(torch.nn.Linear(WIDTH, 6), torch.nn.Tanh())
+        self.generator.append(torch.nn.Linear(6, WIDTH))
+        self.discriminator = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.discriminator(self.generator(x))
+
+
+def judge(model: Gan, rows: torch.Tensor, real: float) -> torch.Tensor:
+    score = model.discriminator(rows)
+    return torch.nn.functional.binary_cross_entropy_with_logits(score, torch.full_like(score, real))
+
+
+class TwoOptimizers:
+    """Step like DCGAN's, which creates the second optimizer itself."""
+
+    def __init__(self) -> None:
+        self.second: Any = None
+
+    def __call__(
+        self,
+        model: Gan,
+        optimizer: Any,
+        transform_outputs: Any,
+        loss_fn: Any,
+        inputs: Any,
+        labels: Any,
+    ) -> Any:
+        if self.second is None:
+            self.second = torch.optim.Adam(model.generator.parameters(), lr=0.02)
+        (x,) = inputs
+        fake = model.generator(x.flip(1))
+        model.discriminator.zero_grad()
+        judge(model, x, 1.0).backward()
+        judge(model, fake.detach(), 0.0).backward()
+        torch.nn.utils.clip_grad_norm_(model.discriminator.parameters(), 0.3)
+        optimizer.step()
+        model.generator.zero_grad()
+        loss = judge(model, fake, 1.0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.generator.parameters(), 0.3)
+        self.second.step()
+        return model(x), loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.second is None else self.second.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
+def one_optimizer(
+    model: Gan, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Take two steps of one optimizer, which skips parameters without a gradient."""
+    (x,) = inputs
+    fake = model.generator(x.flip(1))
+    optimizer.zero_grad()
+    (judge(model, x, 1.0) + judge(model, fake.detach(), 0.0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = judge(model, fake, 1.0)
+    loss.backward()
+    model.discriminator.zero_grad()
+    optimizer.step()
+    return model(x), loss
+
+
+@pytest.mark.parametrize("kind", ["two optimizers", "one optimizer"])
+def test_a_gan_trains_as_one_process(ranks: Any, store: Any, kind: str) -> None:
+    # Each rank has equally many rows in each step, as the function does not weight its losses.
+    columns = write_rows(Path(store.get_train_data_path()), 32)
+    x = torch.from_numpy(columns["features"])
+    net = Gan()
+    alone = copy.deepcopy(net)
+    step = TwoOptimizers() if kind == "two optimizers" else one_optimizer
+
+    def make_optimizer(gan: Gan) -> torch.optim.Optimizer:
+        trained = gan.discriminator if kind == "two optimizers" else gan
+        return torch.optim.Adam(trained.parameters(), lr=0.01)
+
+    params = {"train_minibatch_fn": step, "batch_size": 4, "epochs": 3}
+    estimator = fit_torch(ranks, store, net, make_optimizer(net), **params)
+    found = estimator.fit_on_parquet().getModel()
+    step, optimizer = copy.deepcopy(step), make_optimizer(alone)
+    for _ in range(3):
+        for rows in global_batches(32, 2, 4):
+            step(alone, optimizer, None, None, [x[rows]], None)
+    assert_same_weights(found, alone)
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning"])

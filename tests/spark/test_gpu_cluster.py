@@ -10,7 +10,7 @@ import pytest
 from servers.driver import Application
 from servers.gpus import GPUS
 
-from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.exceptions import SlotsError, StoreError
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.once]
 
@@ -117,3 +117,52 @@ def test_ranks_can_request_more_resources_than_the_settings(
     assert [size for _, _, size in found["profile"]] == [2, 2]
     for seen, addresses, _ in [*found["gpus"], *found["profile"]]:
         assert seen == addresses
+
+
+def fit(folder: str, **params: Any) -> list[float]:
+    import torch
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    from hvd_estimators import Store
+    from hvd_estimators.torch import TorchEstimator
+
+    spark = SparkSession.active()
+    frame = spark.range(64).select(F.rand(1).alias("x")).withColumn("y", F.col("x") * 2)
+    net = torch.nn.Linear(1, 1)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # GPUs are hidden from the ranks.
+        assert "HOROVOD_RANK" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+        return torch.nn.functional.mse_loss(output, target)
+
+    given = {"num_proc": 2, "store": Store.create(f"{folder}/store"), **params}
+    if isinstance(given["store"], str):
+        given["store"] = Store.create(given["store"])
+    estimator = TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=loss,
+        use_gpu=False,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        epochs=2,
+        **given,
+    )
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return [record["train"]["loss"] for record in estimator.fit(frame).getHistory()]
+    finally:
+        os.chdir(before)
+
+
+def test_an_unshared_store_and_too_few_executors_are_reported(
+    gpu_cluster: Application, tmp_path: Path
+) -> None:
+    # Each process has a different folder there, like machines that share nothing.
+    with pytest.raises(StoreError, match="do not see"):
+        gpu_cluster.run(lambda: fit(str(tmp_path), store="/proc/self/cwd/apart"))
+    with pytest.raises(SlotsError, match="has 4"):
+        gpu_cluster.run(lambda: fit(str(tmp_path), num_proc=5))

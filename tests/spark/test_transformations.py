@@ -11,6 +11,9 @@ import torch
 from estimators import line_estimator
 from pyspark.sql import functions as F
 
+from hvd_estimators import clear_training_cache
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+
 pytestmark = pytest.mark.spark
 
 WORDS = ["", "a", "bb", "ccc", "dddd"]
@@ -77,3 +80,25 @@ def test_transformations_apply_to_parquet_of_other_programs(
     model = estimator.fit_on_parquet()
 
     assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"transformation_fn": lambda row: row, "feature_cols": ["word"]}, DataError, "'word' is"),
+        ({"transformation_fn": lambda row: {"x": row["x"]}}, DataError, "no field 'y'"),
+        (
+            {"transformation_fn": lambda row: {"x": [row["x"]] * 2, "y": row["y"]}},
+            ShapeError,
+            "model",
+        ),
+        ({"transformation_edit_fields": [("x", "int64", ())]}, ParamError, "Set transformation_fn"),
+    ],
+)
+def test_wrong_transformations_are_rejected_before_ranks_start(
+    spark: Any, store: Any, params: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        estimator_of_lengths(store, input_shapes=None, **params).fit(make_frame(spark))
+    clear_training_cache()
+    assert not store.exists(f"{store.prefix_path}/runs")
