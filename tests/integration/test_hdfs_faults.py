@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_saves import newest, save
+from checkpoint_saves import KIB, newest, save
 from store_runs import send_by_value
 from test_store_faults import act_when, check_predictions, fit, prepare, while_ranks_wait
 
@@ -104,6 +104,19 @@ def test_checkpoints_survive_a_name_node_restart_and_name_lasting_faults(hdfs: A
         save(store, 2)
     assert newest(store) == 2
     assert not [path for path in files(store) if "/." in path]
+
+
+@pytest.mark.soak
+def test_a_space_quota_is_named_and_the_partial_file_deleted(hdfs_of_two: Any) -> None:
+    store = new_store(hdfs_of_two)
+    save(store, 1)
+    before = files(store)
+    with quota(hdfs_of_two, store, "SpaceQuota", "300m"), pytest.raises(StoreError, match=SPACE):
+        # The first of two blocks of 128 MiB, with two replicas, fits.
+        save(store, 2, 150 * 1024 * KIB)
+    assert files(store) == before
+    save(store, 2)
+    assert newest(store) == 2
 
 
 @pytest.mark.soak
@@ -300,3 +313,22 @@ def test_lasting_faults_of_a_write_by_spark_are_named(
     # Files that HDFS does not allow to be deleted are deleted before the next write.
     assert prepared(store, rows(spark)) == [float(i) for i in range(1000)]
     assert files(store) == []
+
+
+@pytest.mark.soak
+def test_models_are_saved_in_spite_of_a_restart_and_lasting_faults_are_named(
+    hdfs_of_two: Any, spark: Any
+) -> None:
+    from hvd_estimators.saving.folder import open_folder
+
+    store = new_store(hdfs_of_two)
+    folder = open_folder(spark, f"{store.prefix_path}/model")
+    folder.write("a", b"1")
+    with restarted_namenode(hdfs_of_two, 3):
+        folder.write("b", b"2")
+    assert (folder.read("a"), folder.read("b")) == (b"1", b"2")
+    with safe_mode(hdfs_of_two), pytest.raises(StoreError, match=f"model/c.*{SAFE_MODE[4:]}"):
+        folder.write("c", b"3")
+    expected = pytest.raises(StoreError, match=f"model/d.*{NAMES[4:]}")
+    with quota(hdfs_of_two, store, "Quota", "1"), expected:
+        folder.write("d", b"4")
