@@ -4,9 +4,12 @@ import math
 
 import keras
 import pytest
+import torch
 from pytorch_lightning import callbacks as lightning_callbacks
 
+from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.summary import find_best_epoch, selecting_metric
+from hvd_estimators.torch import TorchModel
 from hvd_estimators.torch import callbacks as torch_callbacks
 from hvd_estimators.training.spec import EpochMetrics
 
@@ -64,3 +67,10 @@ class MyEarlyStopping(keras.callbacks.EarlyStopping):
 )
 def test_callbacks_that_select_an_epoch_tell_the_metric(monitor, callbacks, expected):
     assert selecting_metric(monitor, "min", callbacks) == expected
+
+
+def test_a_model_that_was_not_trained_here_has_no_summary():
+    model = TorchModel(model=torch.nn.Linear(1, 1))
+    assert not model.hasSummary
+    with pytest.raises(ResultsError, match=r"^summary: this TorchModel has none.*history_frame"):
+        _ = model.summary

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.keras.backend import require_backend
 from hvd_estimators.keras.compile_args import CompileSettings, optimizer_state
 from hvd_estimators.keras.custom_objects import Recipe
 from hvd_estimators.keras.serialization import (
@@ -91,6 +93,15 @@ def test_an_optimizers_state_is_restored_for_other_variables() -> None:
     assert other.optimizer.learning_rate == model.optimizer.learning_rate
     for a, b in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_errors_name_an_unsupported_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_backend()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(
+        DependencyError, match=r"'jax'.*KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"
+    ):
+        require_backend()
 
 
 class Layered(keras.Model):
