@@ -391,7 +391,9 @@ class HorovodModel(Model, ModelSignatures, Saved):
         """Add the output columns lazily: prediction runs when the result is used."""
         require_frame("dataset", dataset, allow_stream=True)
         model, name = self, self._default_prediction
-        if name and clashing(dataset, name, dataset.columns):
+        if name in self.getOutputCols():
+            model = self._without_prediction()
+        elif name and clashing(dataset, name, dataset.columns):
             logger.warning(
                 "predictionCol: the DataFrame has a column %r already, so transform() adds none. "
                 "Set predictionCol to another name to add this model's, or to '' to leave it out.",
@@ -516,6 +518,12 @@ class HorovodModel(Model, ModelSignatures, Saved):
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=None if copies_output else self._class_scores(shapes),
         )
+
+    def setOutputs(self, value: Any) -> Self:
+        """Set ``outputs``, and forget the shapes and the kind of the outputs before."""
+        self.clear(self.output_shapes)
+        self._setDefault(outputs_are=None, predictionCol=None)
+        return self._set(outputs=value)
 
     def _class_columns(self) -> dict[str, str]:
         """Return the requested columns: content to column name."""

@@ -16,6 +16,7 @@ from hvd_estimators.compat.schedules import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint, BroadcastCallback
 from hvd_estimators.keras import MetricAverageCallback as _MetricAverageCallback
 from hvd_estimators.launch.service.events import log_to_driver
@@ -37,11 +38,18 @@ class BroadcastGlobalVariablesCallback(BroadcastCallback):
     ----------
     root_rank : int
         The rank whose state is broadcast.
-    device, local_variables
+    device
         Accepted for compatibility with Horovod, and ignored.
+    local_variables
+        Must be empty: no variables are left out.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        if local_variables:
+            raise ParamError(
+                "local_variables: found some, and all variables are broadcast. Leave it out, and "
+                "set variables of a single rank after training begins."
+            )
         super().__init__(root_rank)
 
 

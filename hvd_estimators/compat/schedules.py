@@ -165,7 +165,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def _sets_rate(self, epoch: float) -> bool:
         # Sets the rate once more after the warm-up. Other callbacks may set it from then on.
-        return epoch - 1.0 / (self.steps_per_epoch or 1) <= self.warmup_epochs
+        is_over = epoch - 1.0 / (self.steps_per_epoch or 1) > self.warmup_epochs
+        return self.warmup_epochs > 0 and not is_over
 
 
 def _velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -254,11 +254,26 @@ class BatchPredictor:
             "null_remedy": null_remedy,
         }
         if self.collate is None:
-            return to_arrays(self.columns, columns, **options)
+            return to_arrays(*self._without_null_labels(columns, is_row), **options)
         valid = _valid_rows(self.columns, columns, takes_nulls=self.collate.takes_nulls, **options)
         table = pa.table(dict(zip(self.columns, columns, strict=True)))
         rows: Any = RowTable(table if valid is None else table.filter(pa.array(valid)))
         return {ROWS: rows}, valid
+
+    def _without_null_labels(
+        self, columns: Sequence[pa.Array], is_row: Array | None
+    ) -> tuple[list[str], list[pa.Array]]:
+        """Return the columns and their names, without the transformation's own that hold nulls.
+
+        Rows to predict on may have labels in part, which most transformations do not need.
+        """
+        needed = self.features.columns
+        kept = [
+            (name, column)
+            for name, column in zip(self.columns, columns, strict=True)
+            if name in needed or _has_all(column, is_row)
+        ]
+        return [name for name, _ in kept], [column for _, column in kept]
 
     def __call__(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
         """Return an array for each of `fields`, rows first.
@@ -327,8 +342,9 @@ class BatchPredictor:
             transformed = self.transformation(typed)
         except KeyError as error:
             raise DataError(
-                f"The transformation asks for a column {error}, which the DataFrame does not have; "
-                f"it was given {', '.join(typed)}. Add it, or set apply_transformation=False."
+                f"The transformation asks for a column {error}, which the DataFrame does not have "
+                f"or which holds nulls; it was given {', '.join(typed)}. Add it, or set "
+                "apply_transformation=False."
             ) from error
         return self._stacked(transformed, predictor)
 
@@ -526,6 +542,12 @@ def to_arrays(
         else:
             arrays[name] = to_array(column if valid is None else rows_of(column, valid), name)
     return arrays, valid
+
+
+def _has_all(column: pa.Array, is_row: Array | None) -> bool:
+    """Return whether a column holds no null in any row."""
+    mask = valid_rows(column) if isinstance(column, pa.Array) else None
+    return mask is None or bool((mask if is_row is None else mask | ~is_row).all())
 
 
 def _valid_rows(

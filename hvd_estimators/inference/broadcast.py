@@ -25,6 +25,7 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.exceptions import ParamError
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -38,6 +39,9 @@ PART_BYTES = 64 * 2**20
 # Up to this size, bytes are sent within the function, which is cheaper. PySpark broadcasts only
 # much larger functions.
 _INLINE_BYTES = 2**18
+
+# Spark's server takes messages of 128 MiB, and a query has more than the model.
+_MOST_CONNECT_BYTES = 120 * 2**20
 
 _FOLDER = "hvd_estimators-models"
 
@@ -118,6 +122,12 @@ class SharedBytes:
             The bytes.
         """
         # Spark Connect has no broadcast variables.
+        if is_connect(dataset.sparkSession) and hashed.size > _MOST_CONNECT_BYTES:
+            raise ParamError(
+                f"The model has {hashed.size / 2**20:.0f} MiB, and Spark Connect sends at most 128 "
+                "MiB with a query. Predict in a Spark application on the cluster: model.save(path) "
+                "there, and load it with a classic session."
+            )
         if hashed.size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
             return as_bytes(hashed.document)
         context = dataset.sparkSession.sparkContext
@@ -170,15 +180,15 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
     path = folder / sent.digest
     with open(folder / "lock", "ab") as lock:
         while True:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():
-                os.utime(path)
-            else:
-                _put_together(sent, path)
-            # Changing the lock is not atomic: another worker may delete the file in between.
+            # Workers load a model at the same time, and the first one alone writes its file.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():
                 break
+            # Changing the lock is not atomic: another worker may write or delete the file before.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _put_together(sent, path)
+        os.utime(path)
         yield path
 
 

@@ -132,7 +132,7 @@ def read_rows(
         columns: list[Any] = [one_array(table[name]) for name in features]
         rows, valid = inference.read(columns)
         return InputTable(rows, len(rows[ROWS]), valid, to_result)
-    columns = [[_or_none(value) for value in table[name]] for name in features]
+    columns = [_values(table[name]) for name in features]
     if len(set(map(len, columns))) > 1:
         raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
     named = [dict(zip(features, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -148,11 +148,16 @@ def read_rows(
     return InputTable({ROWS: kept}, len(kept), valid, to_result)
 
 
-def _or_none(value: Any) -> Any:
-    """Return a value of a row, with None for the missing values of pandas and Arrow."""
-    if isinstance(value, pa.Scalar):
-        return value.as_py()
-    return None if type(value).__name__ in ("NAType", "NaTType") else value
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column, with None for the missing values of pandas and Arrow."""
+    values = [value.as_py() if isinstance(value, pa.Scalar) else value for value in column]
+    # Pandas marks missing text with NaN; elsewhere NaN is a number.
+    is_text = any(isinstance(value, (str, bytes)) for value in values)
+    return [None if _is_missing(value, is_text) else value for value in values]
+
+
+def _is_missing(value: Any, is_text: bool) -> bool:
+    return type(value).__name__ in ("NAType", "NaTType") or (is_text and isinstance(value, float))
 
 
 def read_columns(
@@ -251,7 +256,7 @@ def _dense(value: Any) -> Any:
     """
     if isinstance(value, bytearray):
         return bytes(value)
-    return np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
+    return np.asarray(value.toArray()) if hasattr(value, "toArray") else value
 
 
 def _by_name(
@@ -281,8 +286,7 @@ def _column(values: Any, name: str) -> Array | pa.Array:
     """Return a column as a NumPy array if it holds numbers, otherwise as an Arrow array."""
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return _decoded(values)
-    numpy_type = getattr(values, "dtype", None)
-    is_extension = numpy_type is not None and not isinstance(numpy_type, np.dtype)
+    is_extension = hasattr(getattr(values, "dtype", None), "na_value")  # of pandas
     if not is_extension:
         if isinstance(values, (list, tuple)):
             known = next((value for value in values if value is not None), None)
@@ -331,9 +335,7 @@ def _for_arrow(value: Any, is_text: bool) -> Any:
     value = _dense(value)
     if isinstance(value, np.ndarray) and value.ndim > 1:
         return value.tolist()
-    # Pandas marks missing text with NaN; elsewhere NaN is a number.
-    is_missing = type(value).__name__ == "NAType" or (is_text and isinstance(value, float))
-    return None if is_missing else value
+    return None if _is_missing(value, is_text) else value
 
 
 def _decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:

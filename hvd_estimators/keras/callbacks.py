@@ -30,6 +30,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         Entry of the logs by which models are compared.
     verbose : int
         If 1, report every model that is saved.
+    save_weights_only : bool
+        Must be False, because the file has the whole model.
     mode : {"auto", "min", "max"}
         Whether lower or higher values are better.
     save_freq : "epoch" or int
@@ -40,9 +42,14 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
+        save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
     ) -> None:
+        if save_weights_only:
+            raise ParamError(
+                "save_weights_only: found True, and the best model is read whole. Leave it out."
+            )
         super().__init__(
             "best.keras",
             monitor=monitor,

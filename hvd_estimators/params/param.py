@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -78,7 +79,7 @@ def column_names(name: str, value: str | Iterable[str]) -> list[str]:
     for entry in values:
         if not isinstance(entry, str):
             raise ParamError(f"{name}: expected names of columns, found {entry!r}.")
-    repeated = sorted({entry for entry in values if values.count(entry) > 1})
+    repeated = sorted(entry for entry, count in Counter(values).items() if count > 1)
     if repeated:
         raise ParamError(f"{name}: found {', '.join(map(repr, repeated))} more than once.")
     return values
@@ -492,7 +493,10 @@ class DeclaredParams(Params):
         values = {
             key if isinstance(key, str) else key.name: value
             for key, value in (extra or {}).items()
-            if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL.uid)
+            if isinstance(key, str)
+            or key.parent == self.uid
+            # Of a class, in a grid whose dict a fitted model receives, too.
+            or (key.parent == _CLASS_LEVEL.uid and self.hasParam(key.name))
         }
         copied = super().copy()
         for pair in self._other_names():

@@ -243,10 +243,10 @@ class ModelSignatures(SharedParams, metaclass=ABCMeta):
     def getOutputTypes(self) -> list[str | None] | None: ...
     setTransformationFn = setTransformationBatchFn = setTransformationEditFields = setter
     setTransformationRemovedFields = setApplyTransformation = setCollateFn = setter
-    setPadding = setMasks = setOutputs = setter
-    setInferenceBatchSize = setInferencePrecision = setHandleInvalid = setter
-    setPredictionCol = setProbabilityCol = setRawPredictionCol = setter
-    setOutputsAre = setModel = setHistory = setter
-    setRunId = setFeatureColumns = setLabelColumns = setter
-    setLabelColoumns = setOutputCols = setOutputShapes = setter
-    setSampleWeightCol = setOutputTypes = setter
+    setPadding = setMasks = setInferenceBatchSize = setter
+    setInferencePrecision = setHandleInvalid = setPredictionCol = setter
+    setProbabilityCol = setRawPredictionCol = setOutputsAre = setter
+    setModel = setHistory = setRunId = setter
+    setFeatureColumns = setLabelColumns = setLabelColoumns = setter
+    setOutputCols = setOutputShapes = setSampleWeightCol = setter
+    setOutputTypes = setter

@@ -45,19 +45,6 @@ else:
     TorchEstimatorSignatures = HorovodEstimator
 
 
-def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
-    converted = {}
-    for column, dtype in value.items():
-        text = str(dtype).removeprefix("torch.")
-        named = getattr(torch, text, None)
-        if not isinstance(named, torch.dtype):
-            raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
-        converted[column] = str(named).removeprefix("torch.")  # "int64" for "long"
-    return converted
-
-
 def _function(
     name: str, value: Callable[[torch.optim.Optimizer], Any]
 ) -> Callable[[torch.optim.Optimizer], Any]:
@@ -161,12 +148,6 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         "together with the trained model and optimizer. [] declares that there are none.",
         convert=_stateful,
     )
-    column_dtypes = param(
-        "Dict of column to torch dtype, such as {'label': 'int64'}. Other columns become float32.",
-        default={},
-        convert=_dtypes,
-    )
-
     batch_size_fn = param(
         "Function that returns the size of a row (a dict, as collate_fn gets), such as lambda row: "
         "len(row['tokens']). A batch larger than max_batch_size is computed in parts of rows of "

@@ -92,11 +92,6 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         "Shape of each input: the shape of one row, or of a batch with -1 as its first dimension.",
         convert=shapes,
     )
-    column_dtypes = param(
-        "Dict of column to torch dtype, for columns that are not float32.",
-        default={},
-        type="dict[str, str]",
-    )
     input_form = param(
         "Form of the model's inputs: 'positional', 'keyword' or 'dict'.",
         default="positional",

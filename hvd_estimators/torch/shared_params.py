@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.params import DeclaredParams
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.params import DeclaredParams, param
 from hvd_estimators.saving.save import Saved
 from hvd_estimators.store import Store
 from hvd_estimators.torch.serialization import (
@@ -28,11 +29,30 @@ from hvd_estimators.torch.stored_weights import (
 )
 
 
+def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
+    converted = {}
+    for column, dtype in value.items():
+        text = str(dtype).removeprefix("torch.")
+        named = getattr(torch, text, None)
+        if not isinstance(named, torch.dtype):
+            raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
+        converted[column] = str(named).removeprefix("torch.")  # "int64" for "long"
+    return converted
+
+
 class TorchSharedParams(DeclaredParams, Saved):
-    """Saved modules and optimizers.
+    """Saved modules and optimizers, and the types of columns.
 
     A saved optimizer refers to the module's parameters by name.
     """
+
+    column_dtypes = param(
+        "Dict of column to torch dtype, such as {'label': 'int64'}. Other columns become float32.",
+        default={},
+        convert=_dtypes,
+    )
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         if name == "model" and isinstance(value, torch.nn.Module):

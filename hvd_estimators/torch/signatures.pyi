@@ -22,13 +22,13 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     loss_weights: float | Sequence[float] | NDArray[Any] | None
+    column_dtypes: Mapping[str, str | torch.dtype] | None
     input_shapes: Iterable[Iterable[int]] | None
     input_form: Literal["positional", "keyword", "dict"] | None
     loss_form: Literal["per_label", "joint"] | None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     train_minibatch_fn: Callable[..., Any] | None
     stateful: Iterable[Any] | None
-    column_dtypes: Mapping[str, str | torch.dtype] | None
     batch_size_fn: Callable[[dict[str, Any]], float] | None
     max_batch_size: float | None
     gradient_clip_norm: float | None
@@ -47,16 +47,16 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchEstimatorKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchEstimatorKeywords]) -> Self: ...
 
-    getInputShapes = getInputForm = getLossForm = getter
-    getLossConstructors = getTrainMinibatchFn = getStateful = getter
-    getColumnDtypes = getBatchSizeFn = getMaxBatchSize = getter
+    getColumnDtypes = getInputShapes = getInputForm = getter
+    getLossForm = getLossConstructors = getTrainMinibatchFn = getter
+    getStateful = getBatchSizeFn = getMaxBatchSize = getter
     getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
     getLrSchedulerInterval = getSharding = getShardModules = getter
     getActivationCheckpointing = getCpuOffload = getInitWeights = getter
     getOnlyTrainable = getPrecision = getter
-    setInputShapes = setInputForm = setLossForm = setter
-    setLossConstructors = setTrainMinibatchFn = setStateful = setter
-    setColumnDtypes = setBatchSizeFn = setMaxBatchSize = setter
+    setColumnDtypes = setInputShapes = setInputForm = setter
+    setLossForm = setLossConstructors = setTrainMinibatchFn = setter
+    setStateful = setBatchSizeFn = setMaxBatchSize = setter
     setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
     setLrSchedulerInterval = setSharding = setShardModules = setter
     setActivationCheckpointing = setCpuOffload = setInitWeights = setter
@@ -65,6 +65,7 @@ class TorchEstimatorSignatures(HorovodEstimator[TorchModel], metaclass=ABCMeta):
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     model: torch.nn.Module | None
     history: list[dict[str, Any]] | None
+    column_dtypes: Mapping[str, str | torch.dtype] | None
     optimizer: torch.optim.Optimizer | None
     loss: Any
     loss_constructors: Any
@@ -74,12 +75,12 @@ class TorchModelKeywords(HorovodModelKeywords, total=False):
     label_shapes: Iterable[Iterable[int]] | None
     precision: Literal["32", "bf16", "fp16"] | None
     input_shapes: Iterable[Iterable[int]] | None
-    column_dtypes: dict[str, str] | None
     input_form: Literal["positional", "keyword", "dict"] | None
 
 class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchModelKeywords]) -> None: ...
     def setParams(self, **params: Unpack[TorchModelKeywords]) -> Self: ...
+    def getColumnDtypes(self) -> dict[str, str]: ...
     def getOptimizer(self) -> torch.optim.Optimizer | None: ...
     def getLoss(self) -> Any: ...
     def getLossConstructors(self) -> Any: ...
@@ -89,9 +90,8 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def getLabelShapes(self) -> list[list[int]] | None: ...
     def getPrecision(self) -> Literal["32", "bf16", "fp16"]: ...
     def getInputShapes(self) -> list[list[int]] | None: ...
-    def getColumnDtypes(self) -> dict[str, str]: ...
     def getInputForm(self) -> Literal["positional", "keyword", "dict"]: ...
-    setOptimizer = setLoss = setLossConstructors = setter
-    setLossForm = setLossWeights = setMetrics = setter
-    setLabelShapes = setPrecision = setInputShapes = setter
-    setColumnDtypes = setInputForm = setter
+    setColumnDtypes = setOptimizer = setLoss = setter
+    setLossConstructors = setLossForm = setLossWeights = setter
+    setMetrics = setLabelShapes = setPrecision = setter
+    setInputShapes = setInputForm = setter

@@ -82,11 +82,15 @@ def test_selected_outputs_are_columns(spark: Any, tmp_path: Path, framework: str
     again = kind.load(str(tmp_path / "model"))
     assert again.getOutputs() == names
     again.setOutputs(names[1])
-    again.clear(again.output_shapes)
     (single,) = again.getOutputCols()
     assert single == ("output" if framework == "torch" else "mean__output")
     predicted = again.transform(df).select(single).toPandas()[single]
     np.testing.assert_allclose(np.stack([v.toArray() for v in predicted]), mean, rtol=1e-5)
+    again.setOutputCols(["prediction"])
+    again.set(again.outputs_are, "values")
+    again._setDefault(predictionCol="prediction")
+    (row,) = again.transform(df.limit(1)).collect()
+    assert len(row["prediction"]) == len(mean[0])
     again.setOutputs(7)
     with pytest.raises((ParamError, ShapeError), match="outputs: found"):
         again.transform(df)

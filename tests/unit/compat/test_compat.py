@@ -17,7 +17,7 @@ import pytest
 
 from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.compat.finder import ALIASES
-from hvd_estimators.exceptions import DependencyError, LeftOutError
+from hvd_estimators.exceptions import DependencyError, LeftOutError, ParamError
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.loading.transform import Transformation, Transformed
 from hvd_estimators.loading.transform_pool import TransformPool
@@ -339,6 +339,14 @@ def test_keras_callbacks_are_compatible_with_keras_3(compat: None) -> None:
     assert isinstance(best, keras.BestModelCheckpoint)
     assert isinstance(callbacks.BroadcastGlobalVariablesCallback(0, ""), keras.BroadcastCallback)
     assert isinstance(callbacks.MetricAverageCallback(""), keras.MetricAverageCallback)
+    assert callbacks.BestModelCheckpoint("val_loss", 0, False, "auto", "epoch").save_best_only
+    with pytest.raises(ParamError, match="save_weights_only: found True"):
+        callbacks.BestModelCheckpoint(save_weights_only=True)
+    with pytest.raises(ParamError, match="local_variables: found some"):
+        callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1])
+    # Without a warm-up the rate stays.
+    warmup = callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0, steps_per_epoch=2)
+    assert not any(warmup._sets_rate(epoch) for epoch in (0.0, 0.5, 1.0))
 
 
 def test_keras_optimizers_average_over_ranks_or_are_rejected(compat: None, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hvd_estimators.data.inputs import InputColumns
@@ -138,3 +140,25 @@ def test_empty_batches_have_outputs_of_the_right_shapes() -> None:
     steps = BatchPredictor(("x",), InputColumns.of(["x"]), shapes=((), (3,), (2, -1)))
     found = steps(lambda arrays: pytest.fail("it has nothing to predict"), {"x": np.zeros(0)})
     assert [output.shape for output in found] == [(0,), (0, 3), (0, 2, 1)]
+
+
+def test_labels_that_are_null_in_part_are_left_out_of_a_transformation() -> None:
+    seen = []
+
+    def double(columns: Any) -> Any:
+        seen.append(set(columns))
+        return {"x": 2 * columns["x"]}
+
+    transformation: Any = double
+    metadata = {name: {"dtype": "float64"} for name in ("x", "label")}
+    inference = replace(
+        BatchPredictor.of(InputColumns.of(["x"]), transformation, metadata), keeps_nulls=True
+    )
+    x, labels = pa.array([1.0, 2.0, None]), pa.array([5.0, None, 6.0])
+    for label, expected in ((labels, {"x"}), (pa.array([5.0, 6.0, 7.0]), {"x", "label"})):
+        arrays, valid = inference.read([x, label])
+        assert valid is not None
+        assert valid.tolist() == [True, True, False]
+        (found,) = inference.inputs(arrays, None)
+        assert found.tolist() == [2.0, 4.0]
+        assert seen.pop() == expected

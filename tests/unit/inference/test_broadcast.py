@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from pyspark import SparkFiles
 
-from hvd_estimators.inference.broadcast import Hashed, as_bytes
+from hvd_estimators.inference import broadcast
+from hvd_estimators.inference.broadcast import Hashed, Parts, as_bytes
 from hvd_estimators.torch import serialization
 from hvd_estimators.torch.serialization import module_payload
 
@@ -41,3 +46,30 @@ def test_equal_large_modules_have_equal_digests_and_changes_are_detected(
     # A change through NumPy, which the tensor's version counter does not record.
     module.weight.data.numpy()[0, 0] += 1
     assert Hashed.of(module_payload(module)).digest != hashed.digest
+
+
+def _load(folder: str, started: Any, ends: Any) -> None:
+    sent = Parts("digest", ())
+    with (
+        mock.patch.object(SparkFiles, "getRootDirectory", return_value=folder),
+        mock.patch.object(broadcast, "_put_together", lambda sent, path: path.write_bytes(b"a")),
+        broadcast.received(sent),
+    ):
+        started.release()
+        assert ends.wait(60)
+
+
+def test_workers_load_a_model_at_the_same_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    started, ends = context.Semaphore(0), context.Event()
+    workers = [context.Process(target=_load, args=(str(tmp_path), started, ends)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    try:
+        # All of them have the file before one of them has loaded it.
+        assert all(started.acquire(timeout=60) for _ in workers)
+    finally:
+        ends.set()
+        for worker in workers:
+            worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]

@@ -10,10 +10,16 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
+from pyspark.ml.linalg import Vectors
 
+from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.data.rows import ROWS
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
+from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType
-from hvd_estimators.inference.standalone_rows import read_table
+from hvd_estimators.inference.standalone_rows import read_rows, read_table
+from hvd_estimators.loading.collate_fn import CollateFunction
 
 pytestmark = pytest.mark.versions
 
@@ -262,3 +268,22 @@ def test_arrow_columns_of_any_layout_are_accepted(form: str) -> None:
         column = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), items)
     found = read_table({"a": column}, ["a"], [], ())
     assert found.columns["a"].tolist() == expected
+
+
+def test_vectors_and_tensors_keep_their_digits() -> None:
+    vector = Vectors.dense([16777217.0])
+    for values in ([vector], pd.Series([vector])):
+        found = read_table({"v": values}, ["v"], [], ())
+        assert found.columns["v"].tolist() == [[16777217.0]]
+    found = read_table({"v": torch.ones(2, 3)}, ["v"], [], ())
+    np.testing.assert_array_equal(found.columns["v"], np.ones((2, 3)))
+
+
+def test_missing_text_of_pandas_is_none_for_a_collate_function() -> None:
+    collate = CollateFunction(None, lambda rows: rows)
+    inference = BatchPredictor(("t", "x"), InputColumns.of(["t", "x"]), True, collate=collate)
+    frame = pd.DataFrame({"t": ["a", NAN, "b"], "x": [1.0, 2.0, NAN]})
+    found = read_rows(frame, ["t", "x"], {"x": "float64"}, inference)
+    given: Any = found.columns[ROWS]
+    assert [row["t"] for row in given.to_rows()] == ["a", None, "b"]
+    np.testing.assert_array_equal([row["x"] for row in given.to_rows()], [1.0, 2.0, NAN])

@@ -18,7 +18,7 @@ from hvd_estimators.fitting.checks import check_one_vs_rest
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch import TorchEstimator, TorchModel
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import module_file
 from hvd_estimators.torch.trainer import load_objects
@@ -147,3 +147,18 @@ def test_one_vs_rest_without_raw_predictions_is_rejected_early(tmp_path: Path) -
         check_one_vs_rest(Fit(estimator.copy(given)).settings)
     for fits in ({estimator.rawPredictionCol: "raw"}, {estimator.labelCol: "y"}):
         check_one_vs_rest(Fit(estimator.copy({**given, **fits})).settings)
+
+
+def test_grids_of_class_level_params_fit_estimators_and_leave_models_alone() -> None:
+    """Spark passes the estimator's dict to the fitted model."""
+    (point,) = ParamGridBuilder().addGrid(TorchEstimator.epochs, [3]).build()
+    assert TorchEstimator(model=torch.nn.Linear(1, 1)).copy(point).getEpochs() == 3
+    model = TorchModel(model=torch.nn.Linear(1, 1), feature_columns=["x"])
+    assert model.copy(point).getFeatureColumns() == ["x"]
+
+
+def test_models_check_dtypes_as_estimators_do() -> None:
+    model = TorchModel(model=torch.nn.Linear(1, 1), feature_columns=["x"])
+    assert model.setColumnDtypes({"x": torch.float64}).getColumnDtypes() == {"x": "float64"}
+    with pytest.raises(ParamError, match="column_dtypes: expected torch dtypes"):
+        model.setColumnDtypes({"x": "number"})
