@@ -310,3 +310,13 @@ def test_without_pyiceberg_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyiceberg.io", None)
     with pytest.raises(StoreError, match=r"Run: pip install .*\[tables\].*Or train on its DataF"):
         values(tmp_path / "table")
+
+
+def test_files_of_other_programs_are_known_by_names(tmp_path: Path) -> None:
+    """These have no numbers of columns."""
+    table = create(tmp_path / "table", x=DOUBLE, y=DOUBLE)
+    append(table, pa.table({"y": [1.0], "x": [2.0]}), has_ids=False)
+    append(table, pa.table({"x": [3.0]}), has_ids=False)
+    assert values(tmp_path / "table") == [2, 3]
+    with pytest.raises(StoreError, match="column 'y'"):
+        load(tmp_path / "table", "y")

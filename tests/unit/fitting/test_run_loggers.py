@@ -154,3 +154,19 @@ def test_other_failures_are_warnings_and_a_slow_logger_delays_no_epoch(
     assert time.monotonic() - begun < 10
     assert warnings(caplog)[1:] == ["loggers: finish() of Recorder failed: no end in 0.2 s."]
     hanging.waits.set()
+
+
+def test_each_fit_calls_a_copy() -> None:
+    """The fits of a grid share the loggers, and run at the same time."""
+
+    class KeepsRun(Recorder):
+        def start(self, run: LoggedRun) -> None:
+            super().start(run)
+            self.run = run
+
+    logger = KeepsRun()
+    for number in range(2):
+        loggers = started(logger, epoch=number)
+        assert not hasattr(logger, "run")
+        loggers.finish("finished")
+    assert [call[0] for call in logger.calls] == ["start", "finish"] * 2

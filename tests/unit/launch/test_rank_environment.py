@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -216,3 +217,20 @@ for libuv in (True, False):
             check=False,
         )
     assert done.stdout.split() == ["value", "value"], done.stderr
+
+
+def test_the_repr_of_a_job_shows_no_variables():
+    job = TaskSettings(
+        one_machine=True,
+        driver_env={"A": "value-1"},
+        env={"B": "value-2"},
+        driver_path=(),
+        executable=None,
+        verbose=1,
+        call=b"value-3",
+        secret=b"value-4",
+        service="value-5",
+    )
+
+    assert "value" not in repr(job)
+    assert dataclasses.asdict(job)["driver_env"] == {"A": "value-1"}

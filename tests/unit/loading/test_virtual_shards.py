@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.readers import PlannedDataModule
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions, open_data_module
+from hvd_estimators.loading.readers import DataModule, PlannedDataModule
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, open_data_module
 from hvd_estimators.torch.loss_weights import StepBatches
 
 
@@ -178,3 +178,22 @@ def test_batches_without_rows_are_rejected_for_features_that_need_rows() -> None
     job([8], 4, 2).require_rows_in_batches("x")
     with pytest.raises(DataError, match=r"x needs a row on every rank .* 6 rows for 4 ranks"):
         job([6], 4, 1).require_rows_in_batches("x")
+
+
+class Users(DataModule):
+    def train_data(self) -> Any:
+        return iter(())
+
+    val_data = train_data
+
+
+def test_only_some_data_modules_support_several_shards() -> None:
+    check_shards(Users, 4, 4, "mine")
+    check_shards("arrow", 4, 1, "mine")
+    check_shards(Numbers, 4, 3, "mine")
+    with pytest.raises(ParamError, match=r"num_proc: the run 'mine' began with 2 ranks.* found 3"):
+        check_shards(None, 2, 3, "mine")
+    with pytest.raises(ParamError, match=r"data_module: .* began with 4 ranks.*Users.*num_proc=4"):
+        check_shards(Users, 4, 3, "mine")
+    with pytest.raises(ParamError, match="data_module"):
+        open_data_module(job([9], 2, 1, data_module=Users), 0, 2, epoch=0, epochs=1)

@@ -225,3 +225,12 @@ def test_azure_urls_for_spark_and_other_packages_include_the_account(monkeypatch
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ParamError, match="Spark needs the name of the account"):
         Store.create("az://container/a").spark_url("abfs://container/a")
+
+
+def test_glob_characters_in_names_are_literal(store):
+    for name in ("a?c", "abc", "[a]"):
+        store.write_text(f"{store.prefix_path}/{name}", name)
+    store.delete(f"{store.prefix_path}/a?c")
+    assert store.names(store.prefix_path) == ["[a]", "abc"]
+    with pytest.raises(ParamError, match="for patterns"):
+        FilesystemStore(f"{store.prefix_path}/data[1]")

@@ -13,6 +13,7 @@ from saved_checkpoints import (
     epochs_in,
     file_names,
     model_of,
+    restored,
     save,
     state_of,
 )
@@ -129,3 +130,12 @@ def test_only_leftovers_of_killed_ranks_are_deleted(store: Any) -> None:
     save(store, 2)
     names = {*others, *(f"checkpoint-00000{n}.{s}" for n in (1, 2) for s in ("ckpt", "json"))}
     assert set(file_names(store)) == names
+
+
+def test_a_checkpoint_is_saved_where_a_killed_rank_left_its_file(store: Any) -> None:
+    save(store, 1)
+    orphan = Path(store.get_checkpoints("mine")[0].replace("000001", "000002"))
+    orphan.write_bytes(b"half")
+    save(store, 2, options=CheckpointOptions("torch", keep=1))
+    assert restored(store) == (2, 2)
+    assert orphan.stat().st_size > 4

@@ -224,3 +224,16 @@ def test_processes_are_dead_only_if_that_is_certain():
     assert is_dead(other)  # a zombie, before wait()
     child.wait()
     assert is_dead(other)
+
+
+def test_an_unavailable_store_costs_only_heartbeats(store, path, monkeypatch, caplog):
+    with Heartbeat(store, path) as heartbeat:
+        before = read_lease_record(store, path)
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "read", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+            heartbeat.beat()
+        assert "gone" in caplog.text
+        assert read_lease_record(store, path) == before
+        heartbeat.beat()
+        assert not heartbeat.lost
+        assert read_lease_record(store, path).beaten > before.beaten

@@ -1,6 +1,7 @@
 """Cleanup after reading stops early or fails."""
 
 import itertools
+import queue
 import threading
 import traceback
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pyarrow import parquet
 from hvd_estimators.data.remote_reads import _VERIFY_PAGES
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.interleave import Prefetch
+from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,3 +168,44 @@ def test_a_source_that_fails_in_close_ends_reading():
 
     with pytest.raises(OSError, match="connection is lost"):
         next(Prefetch(Source(), 1, "rows"))
+
+
+def failing_store(folder, error, after):
+    """Return a store of a local class, whose open fails after some calls."""
+
+    class TwoArguments(Exception):
+        """Error with other ``args`` than its constructor's, like botocore's."""
+
+        def __init__(self, code, message):
+            super().__init__(f"{code}: {message}")
+
+    class OwnStore(LocalStore):
+        opened = 0
+
+        def local_path(self, path):
+            OwnStore.opened += 1
+            if OwnStore.opened > after:
+                raise TwoArguments(403, error) if error == "forbidden" else error
+            return super().local_path(path)
+
+    return OwnStore(str(folder))
+
+
+ERRORS = [OSError("no such host"), queue.Empty(), StopIteration(), SystemExit(3), "forbidden"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "error"),
+    itertools.product(["thread", "dummy"], ERRORS),
+    ids=repr,
+)
+def test_any_error_of_a_worker_ends_reading_with_its_traceback(dataset, pool, error):
+    store = failing_store(dataset.folder, error, after=2)
+
+    with pytest.raises((Exception, SystemExit)) as raised:
+        take(dataset, 50, reader_pool_type=pool, store=store)
+
+    told = "".join(traceback.format_exception(raised.value))
+    assert "in local_path" in told
+    assert (type(error).__name__ if error != "forbidden" else "TwoArguments: 403") in told
+    assert str(error) in told

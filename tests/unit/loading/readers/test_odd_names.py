@@ -46,3 +46,24 @@ def test_sparse_columns_are_read_as_dense_arrays(tmp_path):
         batch = next(data.train_data())
 
     np.testing.assert_array_equal(batch["v"], dense)
+
+
+def test_columns_may_have_special_characters_of_regular_expressions(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    names = ["a.b", "a b", "a+b (c)", "class", "ü", "1st", "_x", "a"]
+    table = pa.table({name: [float(i), 10.0 * i] for i, name in enumerate(names)})
+    parquet.write_table(table.append_column("ab", [["x", "y"]]), folder / "a.parquet")
+    manifest = read_manifest(LocalStore(str(tmp_path)), str(folder), None, names)
+
+    with current_reader()(
+        train_dir=str(folder),
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=2,
+        shuffle=False,
+    ) as data:
+        batch = next(data.train_data())
+
+    assert {name: array.tolist() for name, array in batch.items()} == table.to_pydict()
