@@ -351,8 +351,8 @@ class HorovodModel(Model, ModelSignatures, Saved):
           filter. `transform` prevents this. To prevent it here, register
           ``as_udf().asNondeterministic()`` with ``spark.udf.register``. Queries must then not
           aggregate the UDF or join on it.
-        - Batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, whatever the size of
-          the rows.
+        - Batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, and since Spark 4 at
+          most ``maxBytesPerBatch`` bytes.
         - The UDF cannot drop rows: ``handleInvalid="skip"`` acts like ``"keep"``.
 
         Parameters

@@ -64,6 +64,8 @@ def plot_histories(
     """
     if isinstance(run_ids, str):
         raise ParamError(f"run_ids: expected a list of names of runs, found {run_ids!r}.")
+    if isinstance(names, str) or (names is not None and not names):
+        raise ParamError(f"names: expected a list of names of metrics, found {names!r}.")
     store = as_store(store)
     if run_ids is None:
         run_ids = [run.run_id for run in reversed(store.list_runs())]

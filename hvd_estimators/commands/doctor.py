@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Package, its oldest version as the extras in setup.cfg, and its distributions if there are others.
 _REQUIRED = (
-    ("PySpark", "3.5", ("pyspark", "pyspark-connect", "pyspark-client")),
+    ("PySpark", "3.5", ("pyspark", "pyspark-connect")),
     ("PyArrow", "14", ("pyarrow",)),
 )
 _OPTIONAL = (

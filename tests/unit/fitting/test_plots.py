@@ -69,6 +69,9 @@ def test_errors_name_histories_that_cannot_be_plotted(
     leave(store, "mine", [(0, "train", "loss", 1.0)])
     with pytest.raises(ParamError, match=r"names: 'los' was not measured.*Did you mean 'loss'"):
         plot_histories(store, names=["los"])
+    for names in ("loss", []):
+        with pytest.raises(ParamError, match="names: expected a list"):
+            plot_histories(store, names=names)
     with pytest.raises(ParamError, match="run_ids: expected a list"):
         plot_histories(store, "mine")
     with pytest.raises(ParamError, match=r"has no run 'mime'. Did you mean 'mine'"):
