@@ -1,7 +1,8 @@
 """Run all benchmarks, each in a separate process, and write their results and a page.
 
 If a part fails, the others still run, and the failed part is named at the end. A part's new result
-replaces its old one in the file. Parts that were not run, or failed, keep their old results.
+replaces its old one in the file. Parts that were not run, or failed, keep their old results. A part
+fails if other programs use more than a processor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import page, plots, quotes, results
+from benchmarks import figures, page, plots, quotes, results
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -44,6 +45,9 @@ PARTS: Mapping[str, str] = {
 ELSEWHERE = ("gpu",)
 """Parts that run only if they are named."""
 
+MOST_LOAD = 1.0
+"""Processors that other programs may use."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
@@ -53,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, failed = results.load(file), []
     for part in chosen:
         print(f"== {part}", flush=True)
+        load = 0.0 if options.quick else figures.load()
+        if load > MOST_LOAD:
+            failed.append(part)
+            print(f"{part}: other programs use {load:.1f} processors. End them.", file=sys.stderr)
+            continue
         given = [*PARTS[part].split(), "--repeats", "1"] if options.quick else options.given
         command = [sys.executable, "-m", f"benchmarks.{part}", *given]
         try:

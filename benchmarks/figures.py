@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Record:
@@ -102,15 +104,25 @@ def compared(
     ]
 
 
-LOAD_BEFORE = os.getloadavg()[0]
-"""Load of the machine in the minute before, without the benchmark's own load."""
+_LOAD_SECONDS = 3.0
+_load_before: float | None = None
+
+
+def load() -> float:
+    """Return the number of processors that are in use, measured for some seconds.
+
+    The system's load average would count the benchmark before.
+    """
+    return float(psutil.cpu_percent(_LOAD_SECONDS)) / 100 * (os.cpu_count() or 1)
 
 
 def options(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """Return the options of a benchmark, each with the type of its default.
+    """Return the options of a benchmark, each with the type of its default, and measure the load.
 
     A default of False is a switch; a tuple takes several values.
     """
+    global _load_before
+    _load_before = load()
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -167,7 +179,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "gpu": _gpu(),
-        "load_before": round(LOAD_BEFORE, 1),
+        "load_before": None if _load_before is None else round(_load_before, 1),
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},
     }

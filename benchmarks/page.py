@@ -42,7 +42,9 @@ def write(folder: Path) -> None:
 def text(folder: Path) -> str:
     """Return the page for all result files of a folder."""
     found = everything(folder)
-    blocks = [_HEAD, *(_section(name, result) for name, result in found), _versions(found)]
+    newest = max(((of.date, of.commit or "") for _, of in found), default=None)
+    sections = (_section(name, result, newest) for name, result in found)
+    blocks = [_HEAD, *sections, _versions(found)]
     return "\n".join(blocks).rstrip() + "\n"
 
 
@@ -57,11 +59,13 @@ def everything(folder: Path) -> list[tuple[str, Result]]:
     ]
 
 
-def _section(name: str, result: Result) -> str:
+def _section(name: str, result: Result, newest: Any) -> str:
     title = f"``{result.part}``"
     if name != result.part:
         title += f" on {result.machine.get('gpu') or result.machine['cpu']}"
-    lines = [title, "-" * len(title), "", _purpose(result.part), "", _circumstances(result), ""]
+    is_newest = newest is None or (result.date, result.commit or "") == newest
+    told = _circumstances(result) + ("" if is_newest else " **Older than the newest figures.**")
+    lines = [title, "-" * len(title), "", _purpose(result.part), "", told, ""]
     if result.part in CHARTS:
         lines += [
             f".. image:: {name}.svg",

@@ -26,7 +26,7 @@ class Result:
     settings : dict
         Sizes and similar settings.
     machine : dict
-        Processor, cores, memory, versions, load in the minute before.
+        Processor, cores, memory, versions, processors that were in use before.
     records : tuple of Record
         The figures.
     """

@@ -104,3 +104,26 @@ def test_the_documentation_quotes_the_results() -> None:
 def test_the_documentations_page_matches_its_results() -> None:
     assert (FIGURES / page.PAGE).read_text(encoding="utf-8") == page.text(FIGURES)
     assert {file.stem for file in FIGURES.glob("*.svg")} == {*page.CHARTS}
+
+
+def test_the_page_marks_figures_of_older_commits(tmp_path: Path) -> None:
+    older = json.dumps({**json.loads(document("fit")), "commit": "older", "date": "2026-01-01"})
+    found = {"fit": results.parse(older), "prepare": results.parse(document("prepare"))}
+    results.save(tmp_path / "results.json", found)
+    text = page.text(tmp_path)
+    assert text.count("Older than the newest figures") == 1
+    (line,) = (line for line in text.splitlines() if "Older than the newest" in line)
+    assert "commit ``older``" in line
+
+
+def test_a_busy_machine_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "last_line", lambda *of: document("fit"))
+    arguments = ["--parts", "fit", "--output", str(tmp_path)]
+    for load, files in ((1.2, []), (0.9, ["results.json"])):
+        monkeypatch.setattr(runner.figures, "load", lambda load=load: load)
+        monkeypatch.setattr(runner, "publish", lambda *of: None)
+        assert runner.main(arguments) == (not files)
+        assert [file.name for file in tmp_path.iterdir()] == files
+    assert "fit: other programs use 1.2 processors. End them." in capsys.readouterr().err
