@@ -153,7 +153,7 @@ class HorovodEstimator(Estimator[M], EstimatorSignatures, Fittable, Saved):
             If the table shows only some rows of a file: ``where`` chooses them, or deletion vectors
             hide the others. Also if a column contains nulls.
         StoreError, ColumnError
-            If a file is missing, lacks a column, or changes before training ends.
+            If a file is missing, lacks a column, or has other rows when ranks read it.
         """
         estimator = self._with_params(params, validation_where is not None)
         with Fit(estimator) as fit:

@@ -47,7 +47,7 @@ Mapped columns and deletion vectors are errors of their own if a table uses them
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table, as messages name it and as files are compared with it.
+    """A table, as messages name it and as the columns of files are compared with it.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ class TableFiles:
             folders.setdefault("" if is_one_folder else table_folder(path), []).append(path)
         # Only the chosen partitions of each folder, if they have a folder in common.
         roots = [posixpath.dirname(posixpath.commonprefix(paths)) for paths in folders.values()]
-        listed = _versions(store, roots)
+        listed = {file.path: file for root in roots for file in store.list_files(root)}
         files = []
         for path in sorted(found):
             file, in_path = found[path], partition_values(path)
@@ -212,10 +212,6 @@ def table_folder(path: str) -> str:
     while "=" in posixpath.basename(folder):
         folder = posixpath.dirname(folder)
     return folder
-
-
-def _versions(store: Store, roots: Iterable[str]) -> dict[str, ListedFile]:
-    return {file.path: file for root in roots for file in store.list_files(root)}
 
 
 def _equal(spec: ColumnSpec, value: Any, other: Any) -> bool:

@@ -54,7 +54,7 @@ def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class KerasEstimator(KerasEstimatorSignatures):
-    """Estimator that trains a Keras 3 model on a DataFrame with Horovod, one process per rank.
+    """Estimator that trains a Keras 3 model on a DataFrame, data-parallel, one process per rank.
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains with ``Model.fit`` on
     ``num_proc`` Spark tasks, and returns a `KerasModel`. The estimator does not change the given

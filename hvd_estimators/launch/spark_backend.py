@@ -124,7 +124,8 @@ class SparkBackend(Backend):
     -----
     A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and the error names that
     rank. A rank that hangs looks like a slow rank. It ends the job only if
-    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` limits how long it may delay the others; see
+    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` limits how long it may delay the others, or
+    ``HVD_ESTIMATORS_HANG_SECONDS`` how long all may train without progress; see
     `hvd_estimators.launch.rank.hang_detection`.
     """
 

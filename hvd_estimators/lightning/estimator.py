@@ -31,7 +31,7 @@ else:
 
 
 class LightningEstimator(LightningEstimatorSignatures):
-    """Spark ML estimator that trains a LightningModule with Horovod, one process per rank.
+    """Spark ML estimator that trains a LightningModule, data-parallel, one process per rank.
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
     tasks with Lightning's Trainer, and returns a `LightningModel`. Runs on the driver.

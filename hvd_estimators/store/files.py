@@ -9,7 +9,7 @@ import io
 import os
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -39,25 +39,10 @@ class ListedFile(NamedTuple):
         Full path.
     is_regular : bool
         False for pipes, sockets and devices, and for links to folders.
-    version : str
-        Size, and ETag or modification time, by which a changed file is noticed; empty if unknown.
     """
 
     path: str
     is_regular: bool = True
-    version: str = ""
-
-
-_VERSIONS = (
-    *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified"),
-    *("modification_time", "created"),
-)
-"""Names by which filesystems of fsspec describe a file's content, the most exact ones first."""
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    known = (str(info[name]) for name in _VERSIONS if info.get(name))
-    return f"{info.get('size')} {next(known, '')}"
 
 
 def is_missing(error: BaseException | None) -> bool:
@@ -362,7 +347,7 @@ class Files(ABC):
             if not file.endswith("/"):
                 # A listing has the type of a link, not its target's type.
                 regular = info.get("type") != "other" or fs.info(file)["type"] == "file"
-                files.append(ListedFile(self.full_path(file), regular, _version(info)))
+                files.append(ListedFile(self.full_path(file), regular))
         return files
 
     def names(self, path: str) -> list[str]:

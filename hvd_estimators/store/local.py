@@ -71,7 +71,7 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError):
             return []
         if not stat.S_ISDIR(found.st_mode):
-            return [ListedFile(path, stat.S_ISREG(found.st_mode), _version(found))]
+            return [ListedFile(path, stat.S_ISREG(found.st_mode))]
         files, folders = [], [path]
         while folders:
             with os.scandir(folders.pop()) as entries:
@@ -81,10 +81,7 @@ class LocalStore(Store):
                     else:
                         # Reading a link to a missing file raises an error that names it.
                         is_lost = entry.is_symlink() and not os.path.exists(entry.path)
-                        version = ""
-                        with contextlib.suppress(OSError):  # deleted since
-                            version = _version(entry.stat())
-                        files.append(ListedFile(entry.path, is_lost or entry.is_file(), version))
+                        files.append(ListedFile(entry.path, is_lost or entry.is_file()))
         return files
 
     def delete(self, path: str) -> None:
@@ -122,10 +119,6 @@ class LocalStore(Store):
                 # Readers may see the file before it has its content.
                 with open(path, "xb") as file:
                     file.write(content)
-
-
-def _version(found: os.stat_result) -> str:
-    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
 
 
 class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
-    """Estimator that trains a torch module on a DataFrame with Horovod, one process per rank.
+    """Estimator that trains a torch module on a DataFrame, data-parallel, one process per rank.
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains on ``num_proc`` Spark
     tasks, and returns a `TorchModel`.
@@ -145,7 +145,7 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         "averaged weights and further optimizers, that train_minibatch_fn, losses or callbacks "
         "use. Gradients of these optimizers are averaged. Checkpoints "
         "contain their state. On the ranks, the estimator's functions and objects share them, "
-        "together with the trained model and optimizer. [] declares that there are none.",
+        "together with the trained model and optimizer.",
         convert=_stateful,
     )
     batch_size_fn = param(

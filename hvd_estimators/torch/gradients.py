@@ -60,7 +60,7 @@ class GradientAverager:
     Attributes
     ----------
     weights : StepWeights
-        Weights of the losses of a step, which divide the gradients.
+        Weights of the losses of a step.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Training objective of a torch module: losses, weights, metrics and the user's own step.
 
-`TorchEstimator` and `LightningEstimator` (for plain modules) share it. Runs on the driver and on
-the ranks.
+Runs on the driver and on the ranks.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, and deletes old ones. Runs on rank 0.
+    """Writes the checkpoints of a run, and deletes old ones. Runs on ranks; rank 0 writes most.
 
     A save writes to a local file immediately, unless the state is already a copy. A thread does the
     rest while training continues: digest, upload, manifest and deletion of old checkpoints. The

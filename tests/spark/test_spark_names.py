@@ -47,7 +47,7 @@ TABLE = [
     (
         "org.apache.spark.SparkContext",
         "getExecutorMemoryStatus maxNumConcurrentTasks resourceProfileManager statusStore",
-        "launch/cluster/slots.py, launch/cluster/jobs.py, launch/cluster/spark_errors.py",
+        "launch/cluster/application.py, launch/cluster/jobs.py, launch/cluster/spark_errors.py",
         "task slots, and the executors that are registered",
     ),
     (
