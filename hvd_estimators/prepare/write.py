@@ -383,16 +383,17 @@ def _measurements(observations: Iterable[Observation]) -> dict[str, Any]:
     observed: dict[str, Any] = {}
     try:
         for observation in observations:
-            observed |= observation.get
+            found = observation.get
+            if not found:
+                # Spark Connect returns an empty result if there are no rows.
+                raise DataError(_EMPTY)
+            observed |= found
     except Py4JJavaError as error:
         # Spark 4 asserts that measurements exist. They do not exist if its optimizer detected that
         # there are no rows, and planned an empty frame instead.
         if error.java_exception.getClass().getName() != "java.lang.AssertionError":
             raise
         raise DataError(_EMPTY) from error
-    if not observed:
-        # Spark Connect returns an empty result in this case.
-        raise DataError(_EMPTY)
     return observed
 
 

@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_PUT = do_DELETE = answer
+    do_GET = do_PUT = do_DELETE = do_POST = answer
 
     def _reply(self, content: bytes) -> tuple[int, bytes]:
         named = _PATH.fullmatch(self.path)
