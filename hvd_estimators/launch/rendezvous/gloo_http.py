@@ -128,13 +128,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self, content: bytes) -> tuple[int, bytes]:
         named = _PATH.fullmatch(self.path)
-        if named is None or named[1] == _KEYS_SCOPE:
+        if named is None or named[1] == _KEYS_SCOPE or self.command == "POST":
             return _BAD_REQUEST, b""
         try:
             keys: GlooKeys = self.server.gloo_keys
             return keys.request(self.command, named[1], named[2], content)
         except PeerLostError:
             return _UNAVAILABLE, b""
+
+    def send_error(self, *args: Any) -> None:
+        """Close the connection without a word, because only strangers send anything else."""
+        self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -186,7 +186,7 @@ def test_each_rank_has_its_own_token(store):
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("POST", "/global/0", 501),
+        ("POST", "/global/0", 400),
         ("GET", "/global", 400),
         ("PUT", "/a/b/c", 400),
         ("GET", "/", 400),
