@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hvd_estimators._util.documents import to_python
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.serialization import load_state, plain_module, save_state
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,8 @@ _MANAGED = frozenset(vars(torch.nn.Module()))
 class StatefulObjects:
     """States of the user's objects, for saving and restoring.
 
-    If a given object lacks the two methods, its attributes that have them are saved.
+    If a given object lacks the two methods, its attributes that have them are saved. The parameters
+    of an optimizer that no other object saves are saved with the optimizer.
 
     Parameters
     ----------
@@ -66,15 +66,9 @@ class StatefulObjects:
         """Return the states by name, if they are tensors and plain values.
 
         Other states are skipped with a warning, because loading them would run code from the file.
-
-        Raises
-        ------
-        ParamError
-            If an optimizer has parameters that no saved module has.
         """
-        states, objects = {}, dict(self.items())
-        self._check_parameters(objects)
-        for name, value in objects.items():
+        states = {}
+        for name, value in self.items():
             try:
                 state = to_python(value.state_dict())
             except Exception as error:
@@ -104,24 +98,22 @@ class StatefulObjects:
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and object for each object that has a state."""
         visited = {id(part) for part in (*self._module.modules(), *self._library_objects)}
+        found = []
         for name, value in self._candidates():
             plain = plain_module(value) if isinstance(value, torch.nn.Module) else value
             if has_state(value) and visited.isdisjoint((id(value), id(plain))):
                 visited.add(id(value))
-                yield name, value
-
-    def _check_parameters(self, objects: Mapping[str, Any]) -> None:
-        """Check that modules which are saved have the parameters of all optimizers."""
-        modules = [v for v in objects.values() if isinstance(v, torch.nn.Module)]
-        saved = {p for module in (self._module, *modules) for p in module.parameters()}
-        for name, value in objects.items():
-            groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
-            if not saved.issuperset(p for group in groups for p in group["params"]):
-                raise ParamError(
-                    f"{name}: the optimizer trains parameters that no saved module has, so a "
-                    "resumed run would start with those from before. Make them a module, such as "
-                    "torch.nn.ParameterList(parameters), and add it to stateful."
-                )
+                found.append((name, value))
+        yield from found
+        saved = set(self._module.parameters())
+        for _, value in found:
+            if isinstance(value, torch.nn.Module):
+                saved.update(value.parameters())
+        for name, value in found:
+            if isinstance(value, torch.optim.Optimizer):
+                trained = (p for group in value.param_groups for p in group["params"])
+                if unsaved := [parameter for parameter in trained if parameter not in saved]:
+                    yield f"{name}.params", _Parameters(unsaved)
 
     def _candidates(self) -> Iterator[tuple[str, Any]]:
         for name, value in self._given.items():
@@ -145,6 +137,21 @@ class StatefulObjects:
                 type(value).__name__,
                 reason,
             )
+
+
+class _Parameters:
+    """State of parameters that belong to no saved module."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"params": [parameter.detach() for parameter in self._parameters]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter, saved in zip(self._parameters, state["params"], strict=True):
+                parameter.copy_(saved)
 
 
 def _attributes(name: str, value: Any, ignored: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:

@@ -85,14 +85,23 @@ def test_state_of_given_objects_and_their_attributes_is_restored(
     assert fresh.calls == 3
 
 
-def test_weights_that_only_a_declared_optimizer_refers_to_need_a_module() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight, *NET.parameters()], lr=0.1)
-    held = StatefulObjects({"stateful": [optimizer]}, NET)
-    with pytest.raises(ParamError, match=r"^stateful\[0\]: .*ParameterList\(parameters\)"):
-        held.capture()
-    held = StatefulObjects({"stateful": [optimizer, torch.nn.ParameterList([weight])]}, NET)
-    assert [name for name, _ in held.items()] == ["stateful[0]", "stateful[1]"]
+def test_weights_that_only_a_declared_optimizer_refers_to_are_saved() -> None:
+    def made(value: float) -> tuple[torch.Tensor, StatefulObjects]:
+        weight = torch.nn.Parameter(torch.full((2,), value))
+        optimizer = torch.optim.SGD([weight, *NET.parameters()], lr=0.1)
+        return weight, StatefulObjects({"stateful": [optimizer]}, NET)
+
+    trained, held = made(3.0)
+    states = held.capture()
+    assert list(states) == ["stateful[0]", "stateful[0].params"]
+    fresh, restored = made(1.0)
+    restored.restore(states)
+    assert torch.equal(fresh, trained)
+    # A module that is saved has the weights already.
+    loss = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(loss.parameters())
+    held = StatefulObjects({"a": optimizer, "b": loss}, NET)
+    assert [name for name, _ in held.items()] == ["a", "b"]
 
 
 class Attributes(torch.nn.Module):
