@@ -226,6 +226,6 @@ def test_a_broken_connection_is_the_loss_of_rank_0():
             link.request("alive")
             server.store.handle = breaks
             failure = eventually(link.failure)
-            with pytest.raises(PeerLostError, match="rank 0 on host-0 has closed its connection"):
+            with pytest.raises(PeerLostError, match="rank 0 on host-0 has"):
                 link.request("alive")
     assert (failure.rank, failure.host, failure.lost) == (0, "host-0", True)
