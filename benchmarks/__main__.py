@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -65,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [*PARTS[part].split(), "--repeats", "1"] if options.quick else options.given
         command = [sys.executable, "-m", f"benchmarks.{part}", *given]
         try:
-            found[part] = results.parse(last_line(command, options.limit))
+            result = results.parse(last_line(command, options.limit))
+            machine = {**result.machine, "load_before": round(load, 1)}
+            found[part] = dataclasses.replace(result, machine=machine)
         except (ValueError, subprocess.SubprocessError) as error:
             failed.append(part)
             print(f"{part}: {error}", file=sys.stderr, flush=True)

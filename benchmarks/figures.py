@@ -105,7 +105,6 @@ def compared(
 
 
 _LOAD_SECONDS = 3.0
-_load_before: float | None = None
 
 
 def load() -> float:
@@ -117,12 +116,10 @@ def load() -> float:
 
 
 def options(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """Return the options of a benchmark, each with the type of its default, and measure the load.
+    """Return the options of a benchmark, each with the type of its default.
 
     A default of False is a switch; a tuple takes several values.
     """
-    global _load_before
-    _load_before = load()
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -179,7 +176,6 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "gpu": _gpu(),
-        "load_before": None if _load_before is None else round(_load_before, 1),
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},
     }

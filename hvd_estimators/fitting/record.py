@@ -282,6 +282,7 @@ class RunRecord:
         fit = {**fit, "restarts": [*fit.get("restarts", ()), dict(restart)]}
         self._document = {**self._document, "fits": [*earlier, fit]}
         if self._store.saving_runs():
+            self._run.beat()
             with self._warned():
                 self._write("metadata", _json(self._document))
 
@@ -349,6 +350,7 @@ class RunRecord:
     def _end_history(self, rows: Sequence[HistoryRow]) -> None:
         self._history.close()
         self._history.join(_CLOSE_SECONDS)
+        self._run.beat()
         if rows or self._is_complete:
             with self._warned():
                 self._write_rows(rows)
@@ -360,7 +362,7 @@ class RunRecord:
             self._written = text
 
     def _write(self, name: str, text: str) -> None:
-        if not self._run.lost_now():
+        if not self._run.lost:
             self._store.write_text(run_file(self._run.paths.run_path, name), text)
 
     @contextlib.contextmanager

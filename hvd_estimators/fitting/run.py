@@ -220,14 +220,13 @@ class Run:
         """True after another process has taken over the run, see `Lease.lost`."""
         return self._lease is not None and self._lease.lost
 
-    def lost_now(self) -> bool:
-        """Renew the lease if this run is held, and return whether it is `lost`.
+    def beat(self) -> None:
+        """Renew the lease if this run is held; find out whether it is `lost`.
 
         A process that was paused does not know it before.
         """
         if self._lease is not None and self._lease.generation:
             self._lease.beat()
-        return self.lost
 
     def fencing_token(self, launch: int) -> FencingToken | None:
         """Return the token that allows the ranks of a launch, counted from 0, to write.
@@ -251,7 +250,8 @@ class Run:
             yield
         except BaseException:
             directory = self.paths.checkpoints_path
-            if directory is not None and not self.lost_now():
+            self.beat()
+            if directory is not None and not self.lost:
                 with self._logged("Unfinished checkpoints of run %r could not be deleted: %s"):
                     names = self.store.names(directory)
                     for name in orphans(self.paths.checkpoint_filename, names):

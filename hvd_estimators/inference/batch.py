@@ -267,7 +267,9 @@ class BatchPredictor:
 
         Rows to predict on may have labels in part, which most transformations do not need.
         """
-        needed = self.features.columns
+        if self.transformation is None:
+            return list(self.columns), list(columns)
+        needed = set(self.features.columns)
         kept = [
             (name, column)
             for name, column in zip(self.columns, columns, strict=True)
@@ -564,7 +566,7 @@ def _valid_rows(
         mask = valid_rows(column) if isinstance(column, pa.Array) else None
         if mask is None:
             continue
-        if not keeps_nulls and not (mask if is_row is None else mask | ~is_row).all():
+        if not keeps_nulls and not _has_all(column, is_row):
             raise DataError(f"Column {name!r} holds nulls; {null_remedy}")
         if not takes_nulls:
             masks.append(mask)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import os
 import posixpath
@@ -28,6 +29,7 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.base import as_store
 from hvd_estimators.store.leases import (
     UNREADABLE,
+    Clock,
     Heartbeat,
     is_abandoned,
     read_lease_record,
@@ -213,11 +215,11 @@ def _is_in_use(index: str) -> bool:
     return heartbeat is not None and heartbeat.is_beating
 
 
-def _is_orphan(store: Store, index: str, now: datetime.datetime | None = None) -> bool:
+def _is_orphan(store: Store, index: str, clock: Clock | None = None) -> bool:
     path = owner_path(store, index)
     record = read_lease_record(store, path)
     # A dataset of an unknown owner stays.
-    return record not in (None, UNREADABLE) and is_abandoned(store, path, record, now)
+    return record not in (None, UNREADABLE) and is_abandoned(store, path, record, clock)
 
 
 def _delete(store: Store, index: str) -> None:
@@ -244,11 +246,10 @@ def _delete_files(store: Store, index: str) -> None:
 def _delete_orphans(store: Store) -> None:
     """Delete datasets that dead processes left behind, see `is_abandoned`."""
     try:
-        indices = stored_indices(store)
         folder = posixpath.dirname(store.get_train_data_path())
-        now = store_time(store, folder) if indices else None
-        for index in indices:
-            if _is_orphan(store, index, now):
+        clock = functools.cache(functools.partial(store_time, store, folder))
+        for index in stored_indices(store):
+            if _is_orphan(store, index, clock):
                 logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:

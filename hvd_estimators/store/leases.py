@@ -46,7 +46,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Self
@@ -162,7 +162,11 @@ def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
         return UNREADABLE
 
 
-def is_abandoned(store: Files, path: str, record: LeaseRecord, now: datetime | None = None) -> bool:
+Clock = Callable[[], "datetime | None"]
+"""Returns the time by a store's clock; None if the store has none."""
+
+
+def is_abandoned(store: Files, path: str, record: LeaseRecord, clock: Clock | None = None) -> bool:
     """Return whether the owner of a lease is known to be dead.
 
     Parameters
@@ -173,8 +177,8 @@ def is_abandoned(store: Files, path: str, record: LeaseRecord, now: datetime | N
         The file of the lease record.
     record : LeaseRecord
         The record that was read from the file.
-    now : datetime.datetime, optional
-        The time by the store's clock. Default: the time of a file that is written now.
+    clock : callable, optional
+        Returns the time by the store's clock. Default: `store_time`, which writes a file.
 
     Returns
     -------
@@ -187,17 +191,17 @@ def is_abandoned(store: Files, path: str, record: LeaseRecord, now: datetime | N
         return False
     if is_here(record.owner):
         return (bool(record.token) and record.owner == this_process()) or is_dead(record.owner)
-    age = _age(store, path, record, now)
+    age = _age(store, path, record, clock)
     return age is not None and age > STALE_SECONDS
 
 
-def _age(store: Files, path: str, record: LeaseRecord, now: datetime | None) -> float | None:
+def _age(store: Files, path: str, record: LeaseRecord, clock: Clock | None) -> float | None:
     """Return the seconds since a lease record was last written, or None if unknown."""
     written = store.modified(path)
     if written is None:
         return None if record.beaten is None else (utc_now() - record.beaten).total_seconds()
-    now = now or store_time(store, posixpath.dirname(path)) or utc_now()
-    return (now - written).total_seconds()
+    now = store_time(store, posixpath.dirname(path)) if clock is None else clock()
+    return ((now or utc_now()) - written).total_seconds()
 
 
 def store_time(store: Files, folder: str) -> datetime | None:
@@ -401,17 +405,17 @@ def _generations(names: Collection[str]) -> list[int]:
 
 
 def holder(
-    store: Files, run_path: str, now: datetime | None = None
+    store: Files, run_path: str, clock: Clock | None = None
 ) -> tuple[int, LeaseRecord | None]:
     """Return a run's greatest generation and the record of its live owner; None if it is free.
 
-    See `is_abandoned` for ``now``.
+    See `is_abandoned` for ``clock``.
     """
     generation, record = newest_lease(store, run_path)
     if record is None or record.is_released:
         return generation, None
     path = lease_path(run_path, generation)
-    return generation, None if is_abandoned(store, path, record, now) else record
+    return generation, None if is_abandoned(store, path, record, clock) else record
 
 
 class Lease(Heartbeat):

@@ -246,7 +246,7 @@ def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
     state = str(metadata.get("state", "finished"))
     if state == "running":
         # The folder may be read-only, and another application's.
-        return "interrupted" if holder(store, path, utc_now())[1] is None else state
+        return "interrupted" if holder(store, path, utc_now)[1] is None else state
     return state
 
 
