@@ -39,7 +39,7 @@ PARTS: Mapping[str, str] = {
     "files": "--files 1 100",
     "launch": "",
     "collectives": "",
-    "gpu": "--cpu --rows 20000 --images 64",
+    "gpu": "--cpu --gpus 2 --rows 20000 --images 64 --parameters 2e7",
 }
 """Parts in order, and options for a short trial run."""
 

@@ -1,7 +1,8 @@
-"""Rows per second into models and through `transform` on a GPU, and allreduces between GPUs.
+"""Rows per second into models and through `transform` on a GPU, allreduces and sharding on GPUs.
 
 Contenders run in turns, and the best of each counts, without the first turn. Spark's tasks share
-the GPU. Without Java, leave `transform` out (``--images 0``).
+the GPU. Without Java, leave `transform` out (``--images 0``). Sharding needs two GPUs or more
+(``--gpus``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pyarrow import parquet
 
 from benchmarks.common import lists, spark_and_folder
 from benchmarks.figures import Record, compared, in_turns, options, show_result
+from benchmarks.memory import peaks_by_sharding, write
 from benchmarks.transform import IMAGE as SMALL_IMAGE
 from benchmarks.transform import OUTPUTS, image_data, of_images
 from hvd_estimators.data.discovery import read_manifest
@@ -62,7 +64,14 @@ class Case:
 def main() -> None:
     workers = min(os.cpu_count() or 1, 8)
     given = options(
-        __doc__, rows=2_000_000, images=8_000, workers=workers, gpus=1, repeats=3, cpu=False
+        __doc__,
+        rows=2_000_000,
+        images=8_000,
+        parameters=4e8,
+        workers=workers,
+        gpus=1,
+        repeats=3,
+        cpu=False,
     )
     if not given.cpu and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here. Run it where there is one, or with --cpu.")
@@ -72,6 +81,14 @@ def main() -> None:
         for case in cases(Path(folder), given.rows, max(given.images, 64), device):
             speeds = measure(case, device, workers, given.repeats)
             records += compared(case.name, speeds, "rows/s", MODEL)
+        if given.gpus > 1:
+            write(Path(folder, "small"), 2**26)
+            sharded = peaks_by_sharding(
+                Path(folder), Path(folder, "small"), int(given.parameters), given.gpus
+            )
+            peaks = {name: [max(of)] for name, (of, _) in sharded.items()}
+            table = f"peak of a rank, {given.parameters:.0e} parameters with Adam"
+            records += compared(table, peaks, "MiB", "whole")
     reduced = LocalBackend(given.gpus).run(reduce, (not given.cpu,))[0]
     records += compared(f"allreduce of 64 MiB, {given.gpus} ranks", reduced, "GiB/s")
     if given.images:

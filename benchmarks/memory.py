@@ -31,13 +31,15 @@ SHARDED_RANKS = 4
 
 
 class PeakMemory:
-    """A callback that writes the rank's peak resident memory, in bytes, to a file."""
+    """A callback that writes the peak memory of the rank, or of its GPU, in bytes to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_end(self) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_initialized():
+            peak = torch.cuda.max_memory_allocated()
         with open(self.path, "a") as file:
             file.write(f"{peak}\n")
 
@@ -123,7 +125,7 @@ def write_weights(path: str, width: int, layers: int) -> None:
 
 
 def peaks_by_sharding(
-    folder: Path, data: Path, parameters: int
+    folder: Path, data: Path, parameters: int, ranks: int = SHARDED_RANKS
 ) -> dict[str, tuple[list[float], float]]:
     """Train with and without sharding; return MiB of each rank, and MiB that the driver needed."""
     width = 4096
@@ -135,13 +137,13 @@ def peaks_by_sharding(
     child.start()
     child.join()
     found = {}
-    for name, ranks, sharding in (("whole", 1, "none"), ("sharded", SHARDED_RANKS, "full")):
+    for name, num_proc, sharding in (("whole", 1, "none"), ("sharded", ranks, "full")):
         path = folder / f"peak-{name}"
         # Lets the kernel count the peak of this process from here.
         Path("/proc/self/clear_refs").write_text("5")
         before = _driver_bytes("VmRSS")
         TorchEstimator(
-            backend=LocalBackend(ranks),
+            backend=LocalBackend(num_proc),
             store=Store.create(str(folder / f"store-{name}"), train_path=str(data)),
             model=Blocks,
             model_args={"width": width, "layers": layers},
