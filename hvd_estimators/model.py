@@ -47,6 +47,7 @@ from hvd_estimators.inference.udf import (
     checked_name,
     has_arrow_udfs,
     make_udf,
+    packed,
     spark_type,
     vector_parts,
 )
@@ -428,13 +429,15 @@ class HorovodModel(Model, ModelSignatures, Saved):
         dataset, padded, given = self._with_arguments(dataset, inference.columns, items)
         if padded is None and has_arrow_udfs():
             dataset = as_rows(dataset)
+        arguments = packed(given)
         predicted = make_udf(
             *self._make_predictor(),
             inference,
             functools.partial(self._shared.send, dataset),
             outputs,
             has_empty_rows=padded is not None,
-        )(*given)
+            is_packed=len(arguments) < len(given),
+        )(*arguments)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run twice: in a filter on a prediction, and after it.
         with_made = (

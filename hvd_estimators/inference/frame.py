@@ -10,6 +10,9 @@ rows together take up B / `BATCH_BYTES` of a batch's maximum rows. The UDF skips
 they are dropped after the UDF. They must not be dropped before: a filter that Spark pushes
 below the UDF must find the same values in the empty rows as in their row. Filters on emptied
 columns stay above the UDF.
+
+Columns of plain numbers do not count. Arrow keeps a slot for each of them in each row of a batch,
+also in an empty one.
 """
 
 from __future__ import annotations
@@ -133,10 +136,7 @@ BATCH_BYTES = 32 * 2**20
 """Maximum bytes of values in a batch, unless a single row is larger."""
 
 NUMBERS_BYTES = 128 * 2**20
-"""The same for rows of plain numbers only.
-
-Empty rows repeat these numbers. With a thousand columns, they cost more than a larger batch.
-"""
+"""Maximum bytes of the outputs in a batch, if all columns are plain numbers."""
 
 _ITEM_BYTES = 8
 
@@ -220,22 +220,19 @@ def pad_large_rows(
     if max_rows <= 0:
         return None  # a batch holds all rows of a partition
     fields = fields_by_name(dataset)
-    types = {name: fields[name].dataType for name in columns}
-    are_numbers = not any(map(_may_be_large, types.values()))
-    counted_as_one = (NUMBERS_BYTES if are_numbers else BATCH_BYTES) / max_rows
-    sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
+    large_types = {
+        name: fields[name].dataType for name in columns if _may_be_large(fields[name].dataType)
+    }
+    counted_as_one = (BATCH_BYTES if large_types else NUMBERS_BYTES) / max_rows
+    sizes = [_known_items(kind, known_sizes.get(name)) for name, kind in large_types.items()]
     if None not in sizes:
-        # The size of a plain number is exact.
-        margins = [_MARGIN if _may_be_large(kind) else 1 for kind in types.values()]
-        row_items = sum(size * margin for size, margin in zip(sizes, margins, strict=True) if size)
-        if (row_items + output_items * _MARGIN) * _ITEM_BYTES <= counted_as_one:
+        num_items = output_items + sum(size for size in sizes if size)
+        if num_items * _MARGIN * _ITEM_BYTES <= counted_as_one:
             return None
-    may_be_large = {name: kind for name, kind in types.items() if _may_be_large(kind)}
-    num_plain = len(types) - len(may_be_large) + output_items
-    num_bytes = [_num_bytes(F.col(quoted(name)), kind) for name, kind in may_be_large.items()]
+    num_bytes = [_num_bytes(F.col(quoted(name)), kind) for name, kind in large_types.items()]
     # A chain of "+" over a thousand columns is too deep for Spark's recursion.
-    plain_bytes = F.lit(num_plain * _ITEM_BYTES).cast("long")
-    total = F.aggregate(F.array(*num_bytes, plain_bytes), F.lit(0).cast("long"), operator.add)
+    output_bytes = F.lit(output_items * _ITEM_BYTES).cast("long")
+    total = F.aggregate(F.array(*num_bytes, output_bytes), F.lit(0).cast("long"), operator.add)
     count = F.least(F.ceil(total / F.lit(counted_as_one)), F.lit(max_rows))
     marker = f"__empty_{uuid.uuid4().hex}"
     numbers = F.sequence(F.lit(0), F.greatest(count, F.lit(1)).cast("int") - 1)
@@ -264,10 +261,8 @@ _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 def _known_items(data_type: T.DataType, items: int | None) -> int | None:
-    """Return the count of numbers in a value; None if it is unknown."""
-    if isinstance(data_type, _TEXT):
-        return None
-    return items if _may_be_large(data_type) else 1
+    """Return the count of numbers in a value of a type that may be large; None if unknown."""
+    return None if isinstance(data_type, _TEXT) else items
 
 
 def _may_be_large(data_type: T.DataType) -> bool:

@@ -132,6 +132,21 @@ def vector_parts(column: Column) -> Column:
     return F.when(column.isNotNull(), struct)
 
 
+MOST_ARGUMENTS = 100
+"""Maximum number of columns that are separate arguments of a UDF in `transform`."""
+
+
+def packed(columns: Sequence[Column]) -> list[Column]:
+    """Return the arguments of a UDF: many columns as the fields of one struct.
+
+    For each task, Spark compares each argument with all arguments before it. It also moves each
+    of them one by one through a row of boxed values.
+    """
+    if len(columns) <= MOST_ARGUMENTS:
+        return list(columns)
+    return [F.struct(*(column.alias(f"c{index}") for index, column in enumerate(columns)))]
+
+
 def make_udf(
     document: bytes | LocalFile,
     load: Callable[[Payload], Predictor],
@@ -140,6 +155,7 @@ def make_udf(
     outputs: Sequence[Output],
     *,
     has_empty_rows: bool = False,
+    is_packed: bool = False,
     sql_text: Sequence[str] | None = None,
 ) -> UserDefinedFunctionLike:
     """Return a UDF from columns to the output, or to a struct if there are several fields.
@@ -159,6 +175,8 @@ def make_udf(
     has_empty_rows : bool
         Whether a further, last column is true for rows and false for empty rows. The UDF skips
         empty rows; their output is null.
+    is_packed : bool
+        Whether the columns are the fields of one struct; see `packed`.
     sql_text : sequence of str, optional
         For a UDF in SQL, which does not know the types of its arguments: the columns that may be
         text. Default: the columns have the types that `transform` gives them.
@@ -193,6 +211,8 @@ def make_udf(
         def begin(batch: Any) -> Callable[[], Any]:
             # PySpark passes one column directly, and several columns as a tuple.
             columns = list(batch) if isinstance(batch, tuple) else [batch]
+            if is_packed:
+                columns = columns[0].flatten()
             if sql_text is not None:
                 text = None if inference.collate is not None else sql_text
                 columns = sql_arguments(columns, inference.columns, text)
@@ -216,7 +236,8 @@ def make_udf(
     )
     # PySpark infers the kind of UDF from the type hints.
     column: Any = pa.Array if is_arrow_udf else pd.Series
-    argument: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
+    is_one = is_packed or len(inference.columns) + has_empty_rows == 1
+    argument: Any = column if is_one else tuple[column, ...]
     result: Any = column if is_single or is_arrow_udf else pd.DataFrame
     predict.__annotations__ = {"batches": Iterator[argument], "return": Iterator[result]}
     make: Any = getattr(F, _ARROW_UDF) if is_arrow_udf else pandas_udf

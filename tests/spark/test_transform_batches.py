@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.inference import frame as frames_of_udfs
+from hvd_estimators.inference.udf import MOST_ARGUMENTS
 from hvd_estimators.torch import TorchModel
 
 pytestmark = [pytest.mark.spark, pytest.mark.versions]
@@ -70,8 +71,8 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
         "y__output >= 0 and text like 'row%' and size(x) > 0 and v is not null"
     )
     found = chosen.collect()
-    # The number of rows in 20,000 bytes: each has the array or vector, a number and the output.
-    most = 20_000 // (WIDTH * 8 + 16) + 1
+    # The number of rows in 20,000 bytes: of each, the array or vector and the output count.
+    most = 20_000 // (WIDTH * 8 + 8) + 1
     forward_passes = list(map(int, notes.read_text().split()))
     assert sum(forward_passes) == rows
     assert most - 2 <= max(forward_passes) <= most
@@ -105,20 +106,51 @@ def test_rows_waiting_for_predictions_hold_no_other_large_values(
     assert "Expand" in plan[udf:made], plan
 
 
-def test_rows_of_many_numbers_have_a_larger_limit(
+def test_columns_of_numbers_need_no_empty_rows_but_large_outputs_do(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 10_000)
     frame = spark.range(2).selectExpr(*(f"id as c{n}" for n in range(20)))
-    columns = frame.columns
+    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * 4)
+    assert frames_of_udfs.pad_large_rows(frame, frame.columns, {}, output_items=1) is None
 
-    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * (20 + 4))
-    assert frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1) is None
-
-    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * 7)
-    padded = frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1)
+    padded = frames_of_udfs.pad_large_rows(frame, frame.columns, {}, output_items=9)
     assert padded is not None
-    assert padded.frame.count() == 2 * 3  # 21 numbers, of 7 for each
+    assert padded.frame.count() == 2 * 3  # 9 numbers, of 4 for each
+
+
+@pytest.mark.parametrize("has_large_rows", [False, True])
+def test_many_columns_arrive_with_their_types_and_nulls(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, has_large_rows: bool
+) -> None:
+    rows, width = 50, 3 * (MOST_ARGUMENTS // 2)
+    kinds = ("double", "tinyint", "bigint", "float", "boolean")
+    null_if = "if(id = 7 and {n} = 60, null, cast((id + {n}) % 100 as {kind})) as c{n}"
+    columns = [null_if.format(n=n, kind=kinds[n % 5]) for n in range(width)]
+    frame = spark.range(rows).selectExpr("id", *columns, "array(double(id), 1.0) as x")
+    if has_large_rows:
+        monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 10_000 * 8)
+    names = [f"c{n}" for n in range(width)]
+
+    class Weighted(torch.nn.Module):
+        def forward(self, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return wide @ torch.arange(1.0, width + 1) + 1000 * x[:, 0]
+
+    predicted = TorchModel(
+        model=Weighted(),
+        feature_columns=[names, "x"],
+        label_columns=["y"],
+        output_shapes=[[]],
+        handleInvalid="keep",
+    ).transform(frame)
+
+    found = predicted.orderBy("id").toPandas()["y__output"].to_numpy()
+    numbers = (np.arange(rows)[:, None] + np.arange(width)) % 100.0
+    numbers[:, 4::5] = numbers[:, 4::5] != 0
+    expected = numbers @ np.arange(1.0, width + 1) + 1000 * np.arange(rows)
+    expected[7] = np.nan
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert predicted.drop("y__output").collect() == frame.collect()
 
 
 class Large(torch.nn.Module):
