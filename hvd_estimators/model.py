@@ -270,7 +270,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
             jobs_on(dataset),
         ):
             states = evaluate_partitions(
-                frame.select(*(column.alias(f"c{n}") for n, column in enumerate(given))),
+                frame.select(*given).toDF(*(f"c{n}" for n in range(len(given)))),
                 document,
                 load,
                 inputs,
@@ -458,7 +458,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
 
     def _with_arguments(
         self, rows: DataFrame, names: Sequence[str], output_items: int
-    ) -> tuple[DataFrame, PaddedFrame | None, list[Column]]:
+    ) -> tuple[DataFrame, PaddedFrame | None, list[Column | str]]:
         """Return the rows to predict on, their padding, and the columns that executors receive.
 
         With ``handleInvalid="skip"``, rows with nulls are left out. With padding, a further, last
@@ -589,8 +589,8 @@ class HorovodModel(Model, ModelSignatures, Saved):
             )
         return make_collate(get, self._input_columns(), get("sample_weight_col"))
 
-    def _udf_arguments(self, dataset: DataFrame, names: Sequence[str]) -> list[Column]:
-        """Return the arguments of the UDF."""
+    def _udf_arguments(self, dataset: DataFrame, names: Sequence[str]) -> list[Column | str]:
+        """Return the arguments of the UDF: columns, or their quoted names."""
         fields = fields_by_name(dataset)
         # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
         return [
@@ -600,7 +600,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
             for name in names
         ]
 
-    def _feature_column(self, field: T.StructField) -> Column:
+    def _feature_column(self, field: T.StructField) -> Column | str:
         """Convert a column to numbers, arrays of numbers, or text; or keep it for a function."""
         function, padded = map(self.getOrDefault, ("collate_fn", "padding"))
         if function is not None or field.name in (padded or ()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -136,15 +137,27 @@ MOST_ARGUMENTS = 100
 """Maximum number of columns that are separate arguments of a UDF in `transform`."""
 
 
-def packed(columns: Sequence[Column]) -> list[Column]:
-    """Return the arguments of a UDF: many columns as the fields of one struct.
+def packed(columns: Sequence[Column | str]) -> list[Column | str]:
+    """Return the arguments of a UDF: many columns, given by quoted name or not, as one struct.
 
     For each task, Spark compares each argument with all arguments before it. It also moves each
     of them one by one through a row of boxed values.
     """
     if len(columns) <= MOST_ARGUMENTS:
         return list(columns)
-    return [F.struct(*(column.alias(f"c{index}") for index, column in enumerate(columns)))]
+    names = [column for column in columns if isinstance(column, str)]
+    if len(names) == len(columns):
+        return [F.expr(f"struct({', '.join(names)})")]
+    # Arrow takes no two fields of one name.
+    field = f"__{uuid.uuid4().hex}"
+    return [
+        F.struct(
+            *(
+                column if isinstance(column, str) else column.alias(f"{field}_{index}")
+                for index, column in enumerate(columns)
+            )
+        )
+    ]
 
 
 def make_udf(

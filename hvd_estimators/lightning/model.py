@@ -139,7 +139,7 @@ class LightningModel(LightningModelSignatures):
     def _takes_text(self) -> bool:
         return super()._takes_text() or self._predicts_rows()
 
-    def _feature_column(self, field: T.StructField) -> Column:
+    def _feature_column(self, field: T.StructField) -> Column | str:
         if self._predicts_rows() and isinstance(field.dataType, (T.StringType, T.BinaryType)):
             return F.col(quoted(field.name))
         return super()._feature_column(field)

@@ -453,8 +453,11 @@ def known_columns(
 
 def feature_array(
     field: T.StructField, allow_text: bool = False, allow_any: bool = False
-) -> Column:
+) -> Column | str:
     """Return a column in the form that a model's UDF accepts: vectors as float arrays.
+
+    A column that needs no conversion is returned as its quoted name. Python makes each object of a
+    column in several calls of the JVM, which takes seconds for some thousand columns.
 
     Raises
     ------
@@ -464,8 +467,8 @@ def feature_array(
     stored = stored_column(field, allow_text=allow_text, allow_any=allow_any)
     if stored.expressions:
         return stored.expressions[0]
-    column = F.col(quoted(field.name))
-    return column.cast(stored.cast) if stored.cast else column
+    name = quoted(field.name)
+    return F.col(name).cast(stored.cast) if stored.cast else name
 
 
 def _of_any_type(name: str, data_type: T.DataType) -> StoredColumn:
