@@ -1,15 +1,16 @@
 """Seconds of planning and of a rank's start over the number of small files.
 
 The driver reads the footers and plans two shards. A rank then reads its shard until it has the
-first batch of shuffled rows. PyArrow alone, reading the footers one after another, and a single
-file with the same rows are the baselines.
+first batch of shuffled rows. A single file with the same rows and PyArrow alone are the baselines:
+it reads the footers one after another, and the rows of a shard's files in two threads.
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ ROWS = 100
 BATCH = 32
 COLUMNS = ["features", "label", "x0", "x1"]
 FOOTERS = "PyArrow's footers in a loop"
+READING = "PyArrow's rows of a rank"
 
 
 def rows_of(files: int) -> pa.Table:
@@ -70,6 +72,17 @@ def take_first_batch(store: Store, manifest: DatasetManifest, shards: ShardPlan)
         assert len(next(data.train_data())["label"]) == BATCH
 
 
+def read_rows(files: Sequence[Path]) -> None:
+    """Read files with PyArrow alone, each file in one of two threads."""
+
+    def read(file: Path) -> int:
+        with parquet.ParquetFile(file) as opened:
+            return len(opened.read(COLUMNS, use_threads=False))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sum(threads.map(read, files)) == len(files) * ROWS
+
+
 def measure(folder: Path, files: int, repeats: int) -> dict[str, list[float]]:
     """Measure planning and starting, in turn with the baselines."""
     many, one = folder / "many", folder / "one"
@@ -81,8 +94,10 @@ def measure(folder: Path, files: int, repeats: int) -> dict[str, list[float]]:
         (many / f"part-{number:06}.parquet").write_bytes(content)
     parquet.write_table(rows_of(files), one / "part.parquet")
     store = Store.create(str(folder))
+    files_of_rank = sorted(many.iterdir())[::RANKS]
     ways: dict[str, Callable[[], Any]] = {
         FOOTERS: lambda: [parquet.read_metadata(file) for file in sorted(many.iterdir())],
+        READING: lambda: read_rows(files_of_rank),
     }
     for path, suffix in ((many, ""), (one, ", one file")):
         planned = plan(store, path)

@@ -397,6 +397,16 @@ def _footer_bytes(tail: bytes) -> int:
     return int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
 
 
+def footer_checksum(tail: bytes) -> int:
+    """Return the checksum of the footer in the end of a file; see `FileFooter`."""
+    return zlib.crc32(tail[-_footer_bytes(tail) :])
+
+
+def is_whole(tail: bytes) -> bool:
+    """Return whether the end of a file is the whole file; see `read_tail`."""
+    return tail.startswith(_MAGIC)
+
+
 def leaf_positions(schema: pa.Schema) -> dict[str, range]:
     """Map each column to the positions of the Parquet columns that store it."""
     # Paths are ambiguous: field b of a struct a has the same path as a column a.b. The paths below
@@ -529,13 +539,8 @@ class FileFooter:
     def of(file: str, tail: bytes, partitions: Mapping[str, str] | None = None) -> FileFooter:
         """Parse the end of a file."""
         metadata = parquet.read_metadata(pa.BufferReader(tail))
-        checksum = zlib.crc32(tail[-_footer_bytes(tail) :])
-        return FileFooter(file, metadata, _columns_of(metadata), tail, checksum, partitions or {})
-
-    @property
-    def content(self) -> bytes | None:
-        """The whole file, if it is small; see `read_tail`."""
-        return self.tail if self.tail.startswith(_MAGIC) else None
+        columns, checksum = _columns_of(metadata), footer_checksum(tail)
+        return FileFooter(file, metadata, columns, tail, checksum, partitions or {})
 
     def chunks(self, row_group: int, names: Iterable[str]) -> list[Range]:
         """Return the byte ranges of some columns in a row group, in file order."""
@@ -614,7 +619,8 @@ class FooterCache:
                 del self._tails[path]
             else:
                 self._tail_bytes += len(future.result())
-            while self._tail_bytes > _UNPARSED_BYTES:
+            # The last ones stay: several row groups of one file are read one after another.
+            while self._tail_bytes > _UNPARSED_BYTES and len(self._tails) > _PARSED:
                 oldest = next(path for path, each in self._tails.items() if each.done())
                 self._tail_bytes -= len(self._tails.pop(oldest).result())
         return future.result()

@@ -19,7 +19,14 @@ from typing import Any, Self
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_is_store_error
+from hvd_estimators.data.footers import (
+    FileFooter,
+    FooterCache,
+    Range,
+    damage_is_store_error,
+    footer_checksum,
+    is_whole,
+)
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.exceptions import StoreError
@@ -283,6 +290,17 @@ class RangeFiles:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def tail(self, path: str) -> bytes:
+        """Return the end of a file, or a whole small file; see `footers.read_tail`.
+
+        Raises
+        ------
+        StoreError
+            If the file is missing.
+        """
+        with damage_is_store_error(path):
+            return self.footers.tail(path)
+
     @contextlib.contextmanager
     def open(self, read: RangeRead) -> Iterator[parquet.ParquetFile]:
         """Open the file of a row range, for one read of its row group by `range_tables`.
@@ -293,18 +311,20 @@ class RangeFiles:
             If the file is missing, was replaced, or is not a Parquet file.
         """
         path = read.row_range.file
+        tail = self.tail(path)
         with damage_is_store_error(path):
-            footer = self.footers.get(path)
-        if read.row_range.footer not in (0, footer.checksum):
+            # A small file is parsed once and not kept, because a dataset may have many of them.
+            small = is_whole(tail) and parquet.ParquetFile(pa.BufferReader(tail), **self._options)
+            footer = None if small else self.footers.get(path)
+        if read.row_range.footer not in (0, footer_checksum(tail)):
             raise StoreError(
                 f"{path!r} was replaced after training had been planned: its footer has other "
                 "contents. Train again, and leave the files as they are."
             )
-        options = {**self._options, "metadata": footer.metadata}
-        if footer.content is not None:
-            content = pa.BufferReader(footer.content)
-            yield parquet.ParquetFile(content, **options)
+        if footer is None:
+            yield small
             return
+        options = {**self._options, "metadata": footer.metadata}
         local = self._store.local_path(path)
         if local is not None:
             with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:

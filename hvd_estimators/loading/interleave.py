@@ -226,6 +226,50 @@ def one_per_group(ranges: Iterable[RowRange]) -> list[InterleaveGroup]:
     return [(RangeRead(row_range),) for row_range in ranges]
 
 
+_TOGETHER_BYTES = 2**20
+"""Maximum decoded bytes of small ranges that a thread reads one after another."""
+
+_MOST_TOGETHER = 64
+
+_TASKS_PER_THREAD = 8
+"""Number of tasks that each thread gets at least before ranges are put together."""
+
+
+def together(
+    groups: Sequence[InterleaveGroup], row_bytes: int, threads: int
+) -> Iterator[list[tuple[RangeRead, ...]]]:
+    """Yield groups in the same order, of ranges that one thread reads one after another.
+
+    Consecutive groups of a single small range become one. Otherwise threads that hand over small
+    files, one by one, mostly wait for Python's interpreter.
+
+    Parameters
+    ----------
+    groups : sequence of InterleaveGroup
+        The groups of one pass.
+    row_bytes : int
+        Size of a row in bytes.
+    threads : int
+        Number of threads that read.
+    """
+    most = min(len(groups) // (_TASKS_PER_THREAD * threads), _MOST_TOGETHER)
+    ranges: list[RangeRead] = []
+    num_bytes = 0
+    for group in groups:
+        size = sum(each.row_range.rows for each in group) * row_bytes
+        is_full = len(ranges) >= most or num_bytes + size > _TOGETHER_BYTES
+        if ranges and (is_full or len(group) > 1):
+            yield [tuple(ranges)]
+            ranges, num_bytes = [], 0
+        if len(group) > 1:
+            yield [(each,) for each in group]
+        else:
+            ranges.append(group[0])
+            num_bytes += size
+    if ranges:
+        yield [tuple(ranges)]
+
+
 def mixed(
     ranges: Sequence[RowRange],
     open_groups: int,

@@ -36,6 +36,7 @@ from hvd_estimators.loading.interleave import (
     mixed,
     one_per_group,
     read_tables,
+    together,
 )
 from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step
 from hvd_estimators.loading.shuffle import (
@@ -598,13 +599,32 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def read(each: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
+        def read_range(each: RangeRead) -> Iterator[tuple[Columns, bool]]:
             for table, ends_slice in read_tables(files, each):
                 yield table_to_columns(table, self.columns, each.row_range.file), ends_slice
 
-        groups = (group for of_pass in passes for group in of_pass)
-        with self.open_files() as files:
-            yield from interleave(groups, read, self.num_threads(workers))
+        def read(ranges: Sequence[RangeRead]) -> Generator[tuple[list[Columns], bool], None, None]:
+            if len(ranges) > 1:
+                for each in ranges:
+                    files.tail(each.row_range.file)
+                # Small files need Python's interpreter more than a processor.
+                with decoding:
+                    parts = [part for each in ranges for part, _ in read_range(each)]
+                yield parts, True
+                return
+            for part, ends_slice in read_range(ranges[0]):
+                yield [part], ends_slice
+
+        decoding = threading.Lock()
+        threads = self.num_threads(workers)
+        row_bytes = self.train_plan.row_bytes_of(self.columns)
+        groups = (group for of_pass in passes for group in together(of_pass, row_bytes, threads))
+        with (
+            self.open_files() as files,
+            contextlib.closing(interleave(groups, read, threads)) as read_together,
+        ):
+            for parts in read_together:
+                yield from parts
 
 
 class CheckedDataModule(ChunkedDataModule):
