@@ -140,8 +140,7 @@ MOST_ARGUMENTS = 100
 def packed(columns: Sequence[Column | str]) -> list[Column | str]:
     """Return the arguments of a UDF: many columns, given by quoted name or not, as one struct.
 
-    For each task, Spark compares each argument with all arguments before it. It also moves each
-    of them one by one through a row of boxed values.
+    In each task, Spark compares each argument with all arguments before it.
     """
     if len(columns) <= MOST_ARGUMENTS:
         return list(columns)
