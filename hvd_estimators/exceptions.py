@@ -19,6 +19,17 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+MOST_LISTED = 20
+"""Maximum number of names in a message."""
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names as a part of a message: the first ones, and the number of the others."""
+    texts = list(map(str, names))
+    others = len(texts) - MOST_LISTED
+    return ", ".join(texts[:MOST_LISTED]) + (f" and {others} others" if others > 0 else "")
+
+
 class HvdEstimatorsError(Exception):
     """Base class of this package's exceptions.
 

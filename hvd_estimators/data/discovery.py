@@ -36,7 +36,7 @@ from hvd_estimators.data.types import (
     partition_spec,
     text_options,
 )
-from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.exceptions import ColumnError, DataError, listed
 from hvd_estimators.store.base import Store
 
 _NO_NULLS: Mapping[str, int] = {}
@@ -362,7 +362,7 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
         if not file.has_column(name):
             raise ColumnError(
                 f"The file {file.file!r} has no column {spec.name!r}; its columns are "
-                f"{', '.join(file.columns.schema.names)}. Write the file again with it, or move "
+                f"{listed(file.columns.schema.names)}. Write the file again with it, or move "
                 "it away.",
                 column=spec.name,
             )
@@ -383,7 +383,7 @@ def _spec(
         if name not in first.partitions:
             raise ColumnError(
                 f"The Parquet files have no column {name!r}; their columns are "
-                f"{', '.join([*first.columns.schema.names, *first.partitions])} "
+                f"{listed([*first.columns.schema.names, *first.partitions])} "
                 f"(read from {first.file!r}).",
                 column=name,
             )

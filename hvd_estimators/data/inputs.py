@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec
-from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.exceptions import ColumnError, listed
 
 MATRIX_NAME = "features"
 """Name of the only matrix without a name; several are numbered."""
@@ -99,7 +99,7 @@ class InputColumns:
                 if name not in known:
                     raise ColumnError(
                         f"the data has no column {name!r} for {_shown(names)}; its "
-                        f"columns are {', '.join(known)}.",
+                        f"columns are {listed(known)}.",
                         param="feature_cols",
                         column=name,
                     )
@@ -127,7 +127,7 @@ class InputColumns:
                 if name not in columns:
                     raise ColumnError(
                         f"there is no column {name!r} for {_shown(names)}; there are "
-                        f"{', '.join(columns)}.",
+                        f"{listed(columns)}.",
                         param="feature_cols",
                         column=name,
                     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_estimators.data.exact import check_labels, check_range, limits
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
+from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean, listed
 from hvd_estimators.fitting.framework import Framework
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import Trial
@@ -83,7 +83,7 @@ def check_collate(settings: Settings) -> None:
         if column not in columns:
             raise ParamError(
                 f"padding: {column!r} is no feature or label column. Set one of "
-                f"{', '.join(map(repr, columns))}.{did_you_mean(column, columns)}"
+                f"{listed(map(repr, columns))}.{did_you_mean(column, columns)}"
             )
     for other in ("input_shapes", "label_shapes"):
         if settings.get(other) is not None:

@@ -44,7 +44,7 @@ from hvd_estimators.data.types import (
     is_string,
     is_vector,
 )
-from hvd_estimators.exceptions import ColumnError, DependencyError, ParamError
+from hvd_estimators.exceptions import ColumnError, DependencyError, ParamError, listed
 from hvd_estimators.inference.batch import (
     BatchPredictor,
     Predictor,
@@ -410,7 +410,7 @@ def sql_arguments(
     """
     if len(given) != len(columns):
         raise ParamError(
-            f"The UDF takes {len(columns)} columns, {', '.join(columns)}, found {len(given)}. Call "
+            f"The UDF takes {len(columns)} columns, {listed(columns)}, found {len(given)}. Call "
             "it with the model's feature columns, in their order."
         )
     if text is None:

@@ -26,7 +26,7 @@ from hvd_estimators.data.types import (
     decimal_dtype,
     text_options,
 )
-from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
+from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean, listed
 
 
 def quoted(name: str) -> str:
@@ -139,8 +139,8 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
     missing = [name for name in names if name not in alike_columns]
     if missing:
         raise ColumnError(
-            f"the DataFrame has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(df.columns)}.{_in_other_case(df, missing[0])}",
+            f"the DataFrame has no column {listed(map(repr, missing))}; "
+            f"its columns are {listed(df.columns)}.{_in_other_case(df, missing[0])}",
             param=param,
             column=missing[0],
         )

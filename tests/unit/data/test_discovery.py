@@ -15,7 +15,7 @@ from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
 from hvd_estimators.data.footers import FileFooter, read_footers
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import ColumnError, DataError, StoreError
+from hvd_estimators.exceptions import MOST_LISTED, ColumnError, DataError, StoreError
 from hvd_estimators.store import LocalStore, Store
 
 pytestmark = pytest.mark.versions
@@ -109,6 +109,15 @@ def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
 
     with pytest.raises(ColumnError, match=r"no column 'z'; their columns are x, y"):
         manifest(store, folder, "x", "z")
+
+
+def test_errors_list_the_first_of_many_columns(store, folder):
+    write(folder / "a.parquet", **{f"c{number}": [1.0] for number in range(1000)})
+
+    with pytest.raises(ColumnError) as caught:
+        manifest(store, folder, "z")
+    assert "their columns are c0, c1, " in str(caught.value)
+    assert f"c{MOST_LISTED - 1} and {1000 - MOST_LISTED} others (read" in str(caught.value)
 
 
 def test_errors_name_files_that_lack_a_column(store, folder):
