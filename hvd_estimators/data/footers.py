@@ -608,6 +608,7 @@ class FooterCache:
             future = self._tails.get(path)
             is_new = future is None
             future = self._tails.setdefault(path, Future())
+            self._tails.move_to_end(path)
         if not is_new:
             return future.result()
         try:
@@ -621,6 +622,11 @@ class FooterCache:
                 self._tail_bytes += len(future.result())
             # The last ones stay: several row groups of one file are read one after another.
             while self._tail_bytes > _UNPARSED_BYTES and len(self._tails) > _PARSED:
-                oldest = next(path for path, each in self._tails.items() if each.done())
-                self._tail_bytes -= len(self._tails.pop(oldest).result())
+                oldest, read = next(
+                    (path, each)
+                    for path, each in self._tails.items()
+                    if each.done() and each.exception() is None
+                )
+                del self._tails[oldest]
+                self._tail_bytes -= len(read.result())
         return future.result()

@@ -314,9 +314,11 @@ class RangeFiles:
         tail = self.tail(path)
         with damage_is_store_error(path):
             # A small file is parsed once and not kept, because a dataset may have many of them.
-            small = is_whole(tail) and parquet.ParquetFile(pa.BufferReader(tail), **self._options)
-            footer = None if small else self.footers.get(path)
-        if read.row_range.footer not in (0, footer_checksum(tail)):
+            content = pa.BufferReader(tail) if is_whole(tail) else None
+            small = None if content is None else parquet.ParquetFile(content, **self._options)
+            footer = self.footers.get(path) if small is None else None
+        checksum = footer_checksum(tail) if footer is None else footer.checksum
+        if read.row_range.footer not in (0, checksum):
             raise StoreError(
                 f"{path!r} was replaced after training had been planned: its footer has other "
                 "contents. Train again, and leave the files as they are."
