@@ -35,7 +35,13 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     mode : {"auto", "min", "max"}
         Whether lower or higher values are better.
     save_freq : "epoch" or int
-        When to compare models: after every epoch, or after this number of batches.
+        When to compare models: after every epoch, or after this number of batches. After a batch,
+        ``monitor`` must be a value of training, of which the first rank's rows count.
+
+    Raises
+    ------
+    ParamError
+        If models cannot be compared at that time.
     """
 
     def __init__(
@@ -49,6 +55,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if save_weights_only:
             raise ParamError(
                 "save_weights_only: found True, and the best model is read whole. Leave it out."
+            )
+        if save_freq != "epoch" and monitor.startswith("val_"):
+            raise ParamError(
+                f"save_freq: found {save_freq!r}, and {monitor!r} is measured at the end of an "
+                "epoch. Set save_freq='epoch', or monitor to a value of training, such as 'loss'."
             )
         super().__init__(
             "best.keras",

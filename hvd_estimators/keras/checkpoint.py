@@ -22,7 +22,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import on_tensorflow, traced
+from hvd_estimators.keras.backend import is_keras, on_tensorflow, traced
 from hvd_estimators.keras.collectives import exchange
 from hvd_estimators.keras.metrics import (
     capture_metrics,
@@ -236,6 +236,8 @@ class BestModel:
 
         def save_values_only(number: int, logs: Mapping[str, Any] | None = None) -> None:
             check_selection(callback, scalars(logs or {}))
+            if is_keras(type(callback).on_epoch_end) and callback.monitor_op is None:
+                callback._set_monitor_op()  # Keras does so at the end of an epoch only
             model = callback.model
             methods = dict.fromkeys(("save", "save_weights"), self._write_values(model))
             vars(model).update(methods)

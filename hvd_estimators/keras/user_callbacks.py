@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import os
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +14,9 @@ import keras
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.keras.backend import is_keras, model_optimizers
-from hvd_estimators.training.run_state import is_encodable
+from hvd_estimators.training.run_state import encode, is_encodable
+
+logger = logging.getLogger(__name__)
 
 _WRITING = (
     keras.callbacks.CSVLogger,
@@ -172,21 +177,59 @@ class CallbackStates:
         self._callbacks = callbacks
         self._scalars = scalars
         self._restored = restored
+        self._given = list(map(given_arguments, callbacks))
 
     def capture(self) -> list[dict[str, Any]]:
         """Return the states as a checkpoint stores them."""
-        return list(map(callback_state, self._callbacks))
+        return [
+            {"class": type(callback).__qualname__, "state": callback_state(callback, given)}
+            for callback, given in zip(self._callbacks, self._given, strict=True)
+        ]
 
     def restore(self) -> None:
-        """Restore the callbacks of a resumed run."""
-        for callback, state in zip(self._callbacks, self._restored, strict=False):
-            restore_callback(callback, state)
+        """Restore the callbacks of a resumed run: those of one class in their order."""
+        states: defaultdict[str, deque[Mapping[str, Any]]] = defaultdict(deque)
+        for entry in self._restored:
+            states[entry["class"]].append(entry["state"])
+        for callback in self._callbacks:
+            if of_class := states[type(callback).__qualname__]:
+                restore_callback(callback, of_class.popleft())
+        if unused := [name for name, of_class in states.items() if of_class]:
+            logger.warning(
+                "callbacks: the run's checkpoint has states of %s, which the fit no longer has.",
+                ", ".join(unused),
+            )
         if self._scalars is not None:
             self._scalars.restore()
 
 
-def callback_state(callback: Any) -> dict[str, Any]:
-    """Return a callback's attributes that are plain values: counters, best values, best weights."""
+def given_arguments(callback: Any) -> dict[str, Any]:
+    """Return a callback's attributes that are named as arguments of its class, encoded."""
+    constructors = [vars(cls).get("__init__") for cls in type(callback).__mro__]
+    functions = filter(inspect.isfunction, constructors)
+    names = {name for made in functions for name in inspect.signature(made).parameters}
+    attributes = vars(callback).items()
+    return {n: _encoded(value) for n, value in attributes if n in names and is_encodable(value)}
+
+
+def _encoded(value: Any) -> tuple[Any, list[bytes]]:
+    """Return a value that equals those of equal values, also of arrays and NaN."""
+    arrays: list[Any] = []
+    return repr(encode(value, arrays)), [array.tobytes() for array in arrays]
+
+
+def callback_state(callback: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a callback's attributes that are plain values: counters, best values, best weights.
+
+    Attributes that are as the user gave them are left out: another fit may give others.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.Callback
+        The callback.
+    given : mapping
+        Return value of `given_arguments` before training.
+    """
     left_out = _SET_BY_KERAS
     if is_keras(type(callback).on_epoch_end):
         left_out = (*left_out, *_SET_IN_TRAINING)
@@ -197,6 +240,7 @@ def callback_state(callback: Any) -> dict[str, Any]:
         if name not in left_out
         and is_encodable(value)
         and (type(value) is dict or not isinstance(value, Mapping))
+        and not (name in given and given[name] == _encoded(value))
     }
 
 

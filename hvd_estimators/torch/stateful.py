@@ -118,8 +118,12 @@ class StatefulObjects:
     def _candidates(self) -> Iterator[tuple[str, Any]]:
         for name, value in self._given.items():
             is_list = isinstance(value, _LISTS)
-            for index, entry in enumerate(value if is_list else [value]):
-                entry_name = f"{name}[{index}]" if is_list else name
+            of_class: collections.Counter[str] = collections.Counter()
+            for entry in value if is_list else [value]:
+                kind = type(entry).__qualname__
+                # Another fit of the run may have other objects.
+                entry_name = f"{name}.{kind}[{of_class[kind]}]" if is_list else name
+                of_class[kind] += 1
                 yield entry_name, entry
                 if not has_state(entry):
                     yield from _attributes(entry_name, entry)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint
 from hvd_estimators.keras.checkpoint import BestModel
+from hvd_estimators.keras.model_file import load_values
 
 
 def test_the_model_is_stored_as_of_the_end_of_the_epoch(store: Any, tmp_path: Path) -> None:
@@ -32,6 +34,26 @@ def test_the_model_is_stored_as_of_the_end_of_the_epoch(store: Any, tmp_path: Pa
     assert Path(callback.filepath).read_bytes() == b"of the first epoch"
     # The store has the model already.
     assert later.upload() is None
+
+
+def test_models_are_compared_after_batches(store: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParamError, match=r"save_freq: found 2, and 'val_loss' is measured at the"):
+        BestModelCheckpoint(save_freq=2)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    callback = BestModelCheckpoint("loss", save_freq=1)
+    callback.set_model(model)
+    callback.on_epoch_begin(0)
+    kept = BestModel(callback, str(tmp_path), None, store)
+    found = []
+    for batch, loss in enumerate((3.0, 1.0, 2.0)):
+        model.set_weights([np.full((1, 1), loss)])
+        callback.on_train_batch_end(batch, {"loss": loss})
+        path = kept.path()
+        assert path is not None
+        model.set_weights([np.zeros((1, 1))])
+        load_values(model, path)
+        found.append(float(model.get_weights()[0][0, 0]))
+    assert found == [3.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 1])

@@ -49,9 +49,11 @@ def test_metrics_resume_on_fewer_or_more_ranks() -> None:
 
 
 def test_callbacks_resume_from_the_state_of_rank_0() -> None:
-    given = Own([1.0, 2.0], 0.5)
+    given = Own([], 0.0)
+    states = CallbackStates([given])
+    given.__init__([1.0, 2.0], 0.5)  # type: ignore[misc]
     arrays: list[Any] = []
-    document = encode(CallbackStates([given]).capture(), arrays)
+    document = encode(states.capture(), arrays)
     anew = Own([], 0.0)
     restored = CallbackStates([anew], decode(document, arrays))
     restored.restore()
@@ -60,6 +62,35 @@ def test_callbacks_resume_from_the_state_of_rank_0() -> None:
     anew.seen.append(9.0)
     restored.restore()
     assert anew.seen == [1.0, 2.0]
+
+
+def test_states_go_to_callbacks_of_their_class(caplog: pytest.LogCaptureFixture) -> None:
+    stopping = keras.callbacks.EarlyStopping(patience=2)
+    plateau = keras.callbacks.ReduceLROnPlateau(patience=3)
+    states = CallbackStates([stopping, plateau, Own([], 0.0)])
+    stopping.best, stopping.wait, plateau.best, plateau.wait = 0.2, 2, 0.3, 1
+    captured = states.capture()
+
+    first, second = Own([], 0.0), Own([], 0.0)
+    other = keras.callbacks.ReduceLROnPlateau(patience=9)
+    CallbackStates([first, other, second], captured).restore()
+    # It has its counters, and what the user gave now.
+    assert (other.best, other.wait, other.patience) == (0.3, 1, 9)
+    assert vars(second).keys() == vars(first).keys()
+    assert "callbacks: the run's checkpoint has states of EarlyStopping, which" in caplog.text
+
+
+def test_what_a_callback_makes_of_its_arguments_is_its_state() -> None:
+    given = Own([], 0.5)
+    states = CallbackStates([given])
+    given.seen = [1.0]
+    captured = states.capture()
+    anew = Own([], 0.7)
+    resumed = CallbackStates([anew], captured)
+    resumed.restore()
+    assert (anew.seen, anew.best) == ([1.0], 0.7)
+    # Also in the run's next part, in which nothing changes.
+    assert resumed.capture()[0]["state"]["seen"] == [1.0]
 
 
 def test_scalars_set_by_callbacks_are_restored() -> None:

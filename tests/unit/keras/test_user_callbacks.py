@@ -138,7 +138,7 @@ def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
         model = linear(keras.optimizers.SGD(0.1))
         given = {"initial_epoch": epoch, "epochs": epoch + 1, "callbacks": [log, restore]}
         model.fit(ROWS, ROWS, verbose=0, **given)
-        state = callback_state(log)
+        state = callback_state(log, {})
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1"]
 

@@ -64,10 +64,10 @@ class Holder:
     ("make", "name"),
     [
         (lambda c: c, "it"),
-        (lambda c: [c], "it[0]"),
+        (lambda c: [c], "it.Counter[0]"),
         (lambda c: Holder(scheduler=c, number=3), "it.scheduler"),
         (lambda c: Holder(all={"a": c}), "it.all['a']"),
-        (lambda c: [Holder(), Holder(mine=[0, c], again=c)], "it[1].mine[1]"),
+        (lambda c: [Holder(), Holder(mine=[0, c], again=c)], "it.Holder[1].mine[1]"),
     ],
 )
 def test_state_of_given_objects_and_their_attributes_is_restored(
@@ -93,7 +93,7 @@ def test_weights_that_only_a_declared_optimizer_refers_to_are_saved() -> None:
 
     trained, held = made(3.0)
     states = held.capture()
-    assert list(states) == ["stateful[0]", "stateful[0].params"]
+    assert list(states) == ["stateful.SGD[0]", "stateful.SGD[0].params"]
     fresh, restored = made(1.0)
     restored.restore(states)
     assert torch.equal(fresh, trained)
@@ -102,6 +102,20 @@ def test_weights_that_only_a_declared_optimizer_refers_to_are_saved() -> None:
     optimizer = torch.optim.SGD(loss.parameters())
     held = StatefulObjects({"a": optimizer, "b": loss}, NET)
     assert [name for name, _ in held.items()] == ["a", "b"]
+
+
+def test_states_belong_to_objects_of_their_class(caplog: pytest.LogCaptureFixture) -> None:
+    class Other(Counter):
+        pass
+
+    first, second = Counter(), Counter()
+    first.calls, second.calls = 1, 2
+    states = StatefulObjects({"callbacks": [Other(), first, second]}, NET).capture()
+    # The next fit of the run leaves the first callback out.
+    fresh = [Counter(), Counter()]
+    StatefulObjects({"callbacks": fresh}, NET).restore(states)
+    assert [counter.calls for counter in fresh] == [1, 2]
+    assert "Other[0]: the run's checkpoint holds its state, and the object does not" in caplog.text
 
 
 class Attributes(torch.nn.Module):
@@ -182,16 +196,16 @@ def test_unsavable_state_is_skipped_with_one_warning(
     with caplog.at_level(logging.WARNING):
         assert held.capture() == held.capture() == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "callbacks[0].a: Counter.state_dict() returns more than tensors and plain values. "
+        "callbacks.Holder[0].a: Counter.state_dict() returns more than tensors and plain values. "
         "Checkpoints do not hold its state, and a resumed run starts without it. Return tensors "
         "and plain values from state_dict().",
-        "callbacks[1]: Counter.state_dict() failed (RuntimeError: not now). Checkpoints do not "
-        "hold its state, and a resumed run starts without it. Return tensors and plain values "
+        "callbacks.Counter[0]: Counter.state_dict() failed (RuntimeError: not now). Checkpoints do "
+        "not hold its state, and a resumed run starts without it. Return tensors and plain values "
         "from state_dict().",
     ]
     caplog.clear()
-    StatefulObjects({"callbacks": [Holder()]}, NET).restore({"callbacks[0].late": {}})
-    assert "callbacks[0].late: the run's checkpoint holds its state" in caplog.text
+    StatefulObjects({"callbacks": [Holder()]}, NET).restore({"callbacks.Holder[0].late": {}})
+    assert "callbacks.Holder[0].late: the run's checkpoint holds its state" in caplog.text
 
 
 class Queued(torch.optim.SGD):
