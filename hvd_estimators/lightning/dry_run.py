@@ -77,7 +77,7 @@ def check_shards_of_module(
     step = getattr(module, "training_step", None)
     if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
         data.require_one_shard_per_rank("model", "and its training_step takes them from a loader")
-    check_sync_batch_norm(module, data)
+    check_sync_batch_norm(module, data, trainer_args.get("sync_batchnorm", False))
     for name in _COUNTED_BATCHES:
         if trainer_args.get(name) is not None:
             param = f"trainer_args: {name}"

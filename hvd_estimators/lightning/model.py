@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from pyspark.sql import Column
-from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -141,7 +140,7 @@ class LightningModel(LightningModelSignatures):
 
     def _feature_column(self, field: T.StructField) -> Column | str:
         if self._predicts_rows() and isinstance(field.dataType, (T.StringType, T.BinaryType)):
-            return F.col(quoted(field.name))
+            return quoted(field.name)
         return super()._feature_column(field)
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:

@@ -136,9 +136,10 @@ class _Trainer:
         if spec.terminate_on_nan:
             callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(self.control))
         arguments = self._arguments(strategy, callbacks, done)
-        self.trainer = trainer = spec.flavor.get("Trainer")(
-            **{"default_root_dir": scratch, **arguments, **self.objects.arguments}
-        )
+        arguments = {"default_root_dir": scratch, **arguments, **self.objects.arguments}
+        if self.stopped:
+            arguments["max_epochs"] = done
+        self.trainer = trainer = spec.flavor.get("Trainer")(**arguments)
         recorder = of_flavor(EpochRecorder, spec.flavor)(progress, validation_loader)
         if self.restored is not None:
             recorder.history[:] = self.restored.history

@@ -199,7 +199,7 @@ def _check_step(settings: TorchSettings) -> None:
     if settings.lr_scheduler is not None:
         module, optimizer = settings.model, settings.optimizer
         copied = load_optimizer(dump_optimizer(optimizer, module), module)
-        make_scheduler(settings.lr_scheduler, copied)
+        make_scheduler(settings.lr_scheduler, copied, settings.lr_scheduler_interval)
 
 
 def _check_losses(settings: TorchSettings) -> None:

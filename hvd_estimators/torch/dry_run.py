@@ -461,8 +461,12 @@ def check_batches(
         check_one_row(module, data, one_row)
 
 
-def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
+def check_sync_batch_norm(
+    module: torch.nn.Module, data: DataSpec, is_converted: bool = False
+) -> None:
     """Check that each rank has rows of one shard in each step, if layers synchronize in it.
+
+    ``is_converted`` says that the ranks convert layers of batch normalization.
 
     Raises
     ------
@@ -471,7 +475,11 @@ def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
     DataError
         If a batch has no rows.
     """
-    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+    converted = torch.nn.modules.batchnorm._BatchNorm if is_converted else ()
+    if any(
+        type(layer).__name__ == "SyncBatchNorm" or isinstance(layer, converted)
+        for layer in module.modules()
+    ):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
         data.require_rows_in_batches("model: SyncBatchNorm")
 

@@ -8,6 +8,7 @@ https://pytorch.org/docs/stable/notes/amp_examples.html.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class OptimizerStep:
         self._scaler: Any = None
         if options.lr_scheduler is not None:
             self._scheduler = self.objects["lr_scheduler"] = make_scheduler(
-                options.lr_scheduler, optimizer
+                options.lr_scheduler, optimizer, options.lr_scheduler_interval
             )
         if options.precision == "fp16":
             self._scaler = self.objects["scaler"] = torch.amp.GradScaler(device.type)
@@ -139,7 +140,9 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(rate) for rate in rates if rate is not None]
 
 
-def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any) -> Any:
+def make_scheduler(
+    make: Callable[[torch.optim.Optimizer], Any], optimizer: Any, interval: str
+) -> Any:
     """Return the scheduler that the user's function creates for an optimizer.
 
     Parameters
@@ -148,11 +151,14 @@ def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any)
         The param ``lr_scheduler``.
     optimizer : torch.optim.Optimizer
         The optimizer.
+    interval : {"epoch", "step"}
+        When the scheduler steps.
 
     Raises
     ------
     ParamError
-        If the function fails, or does not return a scheduler of that optimizer.
+        If the function fails, or does not return a scheduler of that optimizer. Also if the
+        scheduler's ``step`` needs arguments.
     """
     try:
         scheduler = make(optimizer)
@@ -172,6 +178,20 @@ def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any)
             "lr_scheduler: the function returned a scheduler of another optimizer. Create the "
             "scheduler within the function, for the optimizer that the function gets."
         )
+    gets_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if gets_metric and interval == "step":
+        raise ParamError(
+            "lr_scheduler_interval: found 'step', and ReduceLROnPlateau needs the value of an "
+            "epoch. Set 'epoch'."
+        )
+    try:
+        inspect.signature(scheduler.step).bind(*[0.0] * gets_metric)
+    except TypeError as error:
+        raise ParamError(
+            f"lr_scheduler: the function returned a {type(scheduler).__name__}, whose step() "
+            f"cannot be called without arguments ({error}). Return a scheduler of torch, or an "
+            "object whose step(), state_dict() and load_state_dict() call the scheduler's."
+        ) from error
     return scheduler
 
 

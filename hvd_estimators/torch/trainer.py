@@ -129,6 +129,8 @@ def load_objects(
     if objects.learning_rate is not None:
         for group in objects.optimizer.param_groups:
             group["lr"] = objects.learning_rate
+            # A scheduler of an earlier fit has set it, and others would begin from it.
+            group.pop("initial_lr", None)
     if device is None:
         return objects, base
     load_weights(objects.module)

@@ -250,6 +250,28 @@ def test_accumulated_gradients_are_checkpointed(backend: Any, store: Any) -> Non
     assert {(0, 64), (0, 96), (1, 0)} < set(found)
 
 
+class StopAfterTwo(Callback):
+    """Stop training after the second epoch, and train on if there is a third one."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+def test_a_stopped_run_stays_stopped_whatever_ends_it(backend: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+
+    def run() -> list[Any]:
+        settings = {"trainer_args": {"max_epochs": -1, "max_steps": 1000}, "batch_size": 8}
+        callbacks = [StopAfterTwo()]
+        return end_of(
+            store, fit(backend, store, run_id="one", callbacks=callbacks, **settings), "one"
+        )
+
+    first = run()
+    assert len(first[0]) == 2
+    assert_equal_bits(run(), first)
+
+
 class Spoilt(Logging):
     """Module with a NaN loss on one rank in one step."""
 

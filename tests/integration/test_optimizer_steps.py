@@ -78,6 +78,32 @@ def test_clipping_and_schedulers_match_one_process(
         assert_same_weights(model.getModel(), unclipped)
 
 
+def test_the_set_rate_replaces_the_one_of_an_earlier_schedule(backend: Any, store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+
+    def make(optimizer: Any) -> Any:
+        return schedulers.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+    net = make_net()
+    optimizer = OPTIMIZERS["momentum"](net.parameters())
+    make(optimizer)  # as of a fit before, which leaves its first rate in the optimizer
+    assert optimizer.param_groups[0]["initial_lr"] != 0.003
+    model, _ = reference.fit(
+        store,
+        2,
+        "momentum",
+        backend=backend,
+        model=net,
+        optimizer=optimizer,
+        learning_rate=0.003,
+        lr_scheduler=make,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+    )
+    assert model.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.003 * 0.5**EPOCHS)
+    assert columns["label"].size == ROWS
+
+
 def test_class_weights_need_classes(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
 
@@ -211,7 +237,7 @@ def test_a_run_with_all_of_them_resumes_bit_for_bit(backend: Any, store: Any) ->
     held = whole[3]["held"]
     assert held["lr_scheduler"]["last_epoch"] == 14
     assert held["scaler"]["scale"] > 1
-    assert held["callbacks[0]"]["best_epoch"] == 0
+    assert held["callbacks.EarlyStopping[0]"]["best_epoch"] == 0
     positions = []
     for run_id, position in kept_checkpoints(store, "whole"):
         positions.append(position)

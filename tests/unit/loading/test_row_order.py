@@ -142,9 +142,11 @@ def test_lightning_features_for_one_shard_are_rejected() -> None:
     automatic, manual = LightningModule(), LightningModule()
     manual.automatic_optimization = False
     normalized = torch.nn.Sequential(hvd.SyncBatchNorm(2))
+    converted, converting = torch.nn.Sequential(torch.nn.BatchNorm1d(2)), {"sync_batchnorm": True}
     cases: list[tuple[str, Any]] = [
         ("manual optim", lambda data: check_shards_of_module(manual, data, {})),
         ("SyncBatchNorm", lambda data: check_shards_of_module(normalized, data, {})),
+        ("SyncBatchNorm", lambda data: check_shards_of_module(converted, data, converting)),
         (
             "trainer_args: limit_val_batches",
             lambda data: check_shards_of_module(automatic, data, {"limit_val_batches": 2}),
@@ -155,3 +157,5 @@ def test_lightning_features_for_one_shard_are_rejected() -> None:
         with pytest.raises(ParamError, match=f"{message}.*num_proc=4"):
             check(fewer)
     check_shards_of_module(automatic, fewer, {"max_steps": 3, "limit_train_batches": 2})
+    check_shards_of_module(converted, fewer, {})
+    check_shards_of_module(automatic, fewer, converting)

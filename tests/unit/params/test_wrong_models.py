@@ -12,7 +12,7 @@ import keras
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from wrong_calls import Calls, NoRanks, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -49,6 +49,19 @@ class Locked(Net):
     def __init__(self) -> None:
         super().__init__()
         self.lock = lock
+
+
+class OfEpochs:
+    """Scheduler as of timm."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise AssertionError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
 
 
 class OneHook:
@@ -142,6 +155,17 @@ TORCH = {
         "lr_scheduler",
         "Create the scheduler within the function",
         lr_scheduler=lambda _: StepLR(other_optimizer(), 1),
+    ),
+    "lr_scheduler: step(epoch)": torch_row(
+        "lr_scheduler",
+        "OfEpochs, whose step.. cannot be called without arguments .*'epoch'",
+        lr_scheduler=lambda _: OfEpochs(),
+    ),
+    "lr_scheduler: plateau": torch_row(
+        "lr_scheduler_interval",
+        "ReduceLROnPlateau needs the value of an epoch. Set 'epoch'",
+        lr_scheduler=ReduceLROnPlateau,
+        lr_scheduler_interval="step",
     ),
     "lr_scheduler: own step": torch_row(
         "lr_scheduler",
