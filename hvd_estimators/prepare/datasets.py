@@ -256,11 +256,13 @@ def _delete_orphans(store: Store) -> None:
         logger.warning("Looking for data that dead processes left in %r failed: %s", store, error)
 
 
-def _delete_own() -> None:
+def _delete_own(is_last: bool) -> None:
     # A forked process must not delete its parent's data at its exit.
     for index, (store, beating) in list(_own.items()) if os.getpid() == _process else ():
         heartbeat = beating()
         if heartbeat is not None:
+            if heartbeat.has_awaited_user and not is_last:
+                continue
             heartbeat.stop(delete=False)
         _delete(store, index)
 

@@ -56,7 +56,7 @@ from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_h
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
-from hvd_estimators.store.retries import at_exit
+from hvd_estimators.store.retries import at_exit, is_awaited
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +247,7 @@ class Heartbeat:
         self._store = store
         self._record = LeaseRecord(this_process(), utc_now(), utc_now(), self.token)
         self._thread: threading.Thread | None = None
+        self._user = threading.current_thread()
         self._ending = threading.Event()
         # The thread stops with this object and must not keep it alive.
         weakref.finalize(self, self._ending.set).atexit = False
@@ -301,6 +302,11 @@ class Heartbeat:
                 self._release()
             except OSError as error:
                 logger.warning("The file %r could not be deleted (%s).", self.path, error)
+
+    @property
+    def has_awaited_user(self) -> bool:
+        """True if it was made by a thread for which Python waits before it exits."""
+        return is_awaited(self._user)
 
     @property
     def is_beating(self) -> bool:
@@ -360,10 +366,10 @@ def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
         del heartbeat
 
 
-def _stop_all() -> None:
+def _stop_all(is_last: bool) -> None:
     for reference in _alive.valuerefs():
         heartbeat = reference()
-        if heartbeat is not None:
+        if heartbeat is not None and (is_last or not heartbeat.has_awaited_user):
             with contextlib.suppress(Exception):
                 heartbeat.stop(seconds=_EXIT_SECONDS)
 

@@ -62,7 +62,15 @@ class LocalStore(Store):
 
     def exists(self, path: str) -> bool:
         """Return whether a file or directory exists."""
-        return os.path.exists(path)
+
+        def stat_path() -> bool:
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+        return self._retried(stat_path, f"looking for {path!r}")
 
     def _list_files(self, path: str) -> list[ListedFile]:
         # Walks the tree itself: fsspec asks for the status of each file, which takes much longer.

@@ -120,25 +120,33 @@ def typed_errors(description: str) -> Iterator[None]:
         _raise_typed(error, description)
 
 
-def at_exit(function: Callable[[], None]) -> None:
-    """Call a function at interpreter exit. The function may be called twice.
+def at_exit(function: Callable[[bool], None]) -> None:
+    """Call a function twice at interpreter exit: with False, and with True at the very end.
 
+    The first call comes before Python waits for the threads that are not daemons, see `is_awaited`.
     The standard library's `atexit` functions run after the interpreter has stopped allowing new
     threads. From then on, fsspec's filesystems cannot resolve host names. They would fail if their
     connections had been idle for some seconds, and retry for a minute.
     """
 
-    def call() -> None:
-        # The shorter limit also applies to retries that are running in other threads.
+    def call(is_last: bool) -> None:
         global RETRY_SECONDS
-        RETRY_SECONDS = min(RETRY_SECONDS, _EXIT_SECONDS)
-        function()
+        before, RETRY_SECONDS = RETRY_SECONDS, min(RETRY_SECONDS, _EXIT_SECONDS)
+        function(is_last)
+        # The shorter limit also applies to retries that are running in other threads.
+        if not is_last and any(map(is_awaited, threading.enumerate())):
+            RETRY_SECONDS = before
 
     # The most recently registered function runs first. This one must run before the function that
     # joins the threads, which `concurrent.futures.thread` registers when it is imported.
-    threading._register_atexit(call)  # type: ignore[attr-defined]
-    # For interpreters that exit without joining threads.
-    atexit.register(call)
+    threading._register_atexit(call, False)  # type: ignore[attr-defined]
+    # For threads that were awaited, and interpreters that exit without waiting.
+    atexit.register(call, True)
+
+
+def is_awaited(thread: threading.Thread) -> bool:
+    """Return whether Python waits for a thread before it exits."""
+    return thread.is_alive() and not thread.daemon and thread is not threading.main_thread()
 
 
 def _raise_typed(

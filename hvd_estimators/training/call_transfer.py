@@ -127,7 +127,9 @@ class CallTransfer:
             self._store.delete(self._folder)
 
     def delete_others(self) -> None:
-        """Delete files of earlier fits of the run that were killed."""
+        """Delete files of earlier fits of the run that were killed, if this fit holds its lease."""
+        if not self._store.saving_runs():
+            return
         run_path = self._spec.run.run_path
         with _logged("The files of earlier fits could not be deleted"):
             for name in self._store.names(run_path):

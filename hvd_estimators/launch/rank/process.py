@@ -128,6 +128,7 @@ class RankProcess:
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
+        self._has_ended = False
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
         self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
         self._patience = 0.0
@@ -254,23 +255,29 @@ class RankProcess:
         self.terminate()
         if self._process is None:
             return
+        if not self._has_ended:
+            self._kill_group(self._process)
+            self._has_ended = True
+        if self._output.finish():
+            self._close_pipes()
+
+    def _kill_group(self, process: subprocess.Popen[bytes] | ForkedRank) -> None:
+        """End the process and its group, once: later, the ID may belong to another group."""
         # A stopped guardian must continue before it can act.
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         try:
             # The guardian ends the rank.
-            self._process.wait(self._patience + _EXIT_SECONDS)
+            process.wait(self._patience + _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:
             # This also runs if the user interrupts a second time. The ID of a fork that has ended
             # may already belong to another process.
-            if isinstance(self._process, subprocess.Popen) or self._process.poll() is None:
+            if isinstance(process, subprocess.Popen) or process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if self._output.finish():
-            self._close_pipes()
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _close_pipes(self) -> None:
         for pipe in self._pipes:

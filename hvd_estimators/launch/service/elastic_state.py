@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,15 +64,17 @@ class CommitStore:
         service : DriverService
             The launch's service.
         """
-        received: list[tuple[int, bytes]] = []
-        before = self.count
+        received: dict[int, bytes] = {}
+        lock = threading.Lock()
 
         def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
             _send(channel, {}, self._states.get(request["state"], b""))
 
         def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            received.append((request["state"], _receive(channel)))
-            self.count = before + len(received)
+            state = _receive(channel)
+            with lock:
+                received[request["state"]] = state
+                self.count += 1
             _send(channel, {})
 
         service.add_handler("fetch", fetch)
@@ -79,7 +82,7 @@ class CommitStore:
         try:
             yield
         finally:
-            self._states |= dict(received)
+            self._states |= received
 
 
 def _send(channel: Channel, message: Mapping[str, Any], state: bytes = b"") -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from horovod.common import elastic
 
 from hvd_estimators.launch.rank.worker import call_without_notifications
+from hvd_estimators.launch.service import elastic_state
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 
@@ -129,3 +133,26 @@ def test_states_work_without_relaunches_and_without_notifications(
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     assert call_without_notifications(program, (None, []), {}) == (5, 1)
+
+
+class State(bytes):
+    """Bytes that a weak reference can refer to."""
+
+
+def test_the_driver_keeps_only_the_last_commit_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[str, Any] = {}
+    service: Any = mock.Mock(add_handler=handlers.__setitem__)
+    store, references = CommitStore(), []
+
+    def receive(channel: Any) -> State:
+        state = State(100)
+        references.append(weakref.ref(state))
+        return state
+
+    monkeypatch.setattr(elastic_state, "_receive", receive)
+    with store.serve(service):
+        for number in (0, 1, 0, 0):
+            handlers["commit"](mock.Mock(), {"state": number}, b"")
+            gc.collect()
+        assert store.count == 4
+        assert [reference() is not None for reference in references] == [False, True, False, True]

@@ -60,6 +60,16 @@ def test_ranks_get_the_drivers_command_line_arguments(monkeypatch):
     assert pickle.loads(run(main).result) == 0.1
 
 
+def test_the_group_of_a_process_that_has_ended_is_killed_once(monkeypatch):
+    killed, kill = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *call: (killed.append(call), kill(*call)))
+    with RankProcess(3, "here", pickle_call(int, (), {}), os.environ) as process:
+        assert pickle.loads(process.outcome().result) == 0
+        of_outcome = list(killed)
+    # Its ID may belong to the group of another program by then.
+    assert killed == of_outcome
+
+
 def test_results_may_be_instances_of_classes_of_the_main_program():
     def make():
         class Point:

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.usefixtures("cleared_cache")
 
 
 PROGRAM = """
-    import sys, time
+    import sys, threading, time
     from hvd_estimators import Store
     from hvd_estimators.prepare.datasets import acquire, dataset_paths
+    from hvd_estimators.store import retries
     from tests.helpers.prepared_sets import Writer
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
@@ -31,11 +32,25 @@ PROGRAM = """
         print("writing", flush=True)
         time.sleep(60)
 
-    with acquire(store, killed if what == "half" else Writer(store)) as index:
-        print(index, flush=True)
-        if what == "kept":
-            sys.stdin.readline()
-        sys.exit()
+    def use():
+        with acquire(store, killed if what == "half" else Writer(store)) as index:
+            print(index, flush=True)
+            if what == "kept":
+                sys.stdin.readline()
+            if what != "thread":
+                sys.exit()
+            while threading.main_thread().is_alive():
+                time.sleep(0.1)
+            # Python waits for this thread, after the functions that run before.
+            time.sleep(1)
+            path = dataset_paths(store, index)[0]
+            print(bool(store.exists(path)), retries.RETRY_SECONDS > 30, flush=True)
+            del index
+
+    if what == "thread":
+        threading.Thread(target=use).start()
+    else:
+        use()
 """
 
 
@@ -54,6 +69,14 @@ def test_datasets_are_deleted_when_the_interpreter_exits(store):
     assert len(process.communicate(timeout=60)[0]) == len("0123456789ab\n")
     assert process.returncode == 0
     assert store.exists(store.prefix_path)
+    assert folders(store) == []
+
+
+def test_datasets_of_threads_for_which_python_waits_stay(store):
+    process = start(store, "thread")
+    told = process.communicate(timeout=60)[0].splitlines()
+    assert told[1:] == ["True True"]
+    assert process.returncode == 0
     assert folders(store) == []
 
 

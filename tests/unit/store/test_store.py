@@ -1,5 +1,6 @@
 """Stores on a local path: prefixes, the layout below them, and atomic files."""
 
+import errno
 import os
 import posixpath
 import threading
@@ -9,13 +10,30 @@ from pathlib import Path
 import pytest
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store import LocalStore, RunPaths, Store
+from hvd_estimators.store import LocalStore, RunPaths, Store, retries
 from hvd_estimators.store.files import Files, ListedFile
 
 
 @pytest.fixture
 def store(tmp_path):
     return LocalStore(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError])
+def test_an_error_does_not_count_as_missing(store, monkeypatch, error):
+    path = store.get_train_data_path()
+    assert not store.exists(path)
+    real = os.stat
+
+    def fails(given, *args, **kwargs):
+        if str(given) == path:
+            raise error(errno.ESTALE if error is OSError else errno.EACCES, "on purpose", path)
+        return real(given, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", fails)
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0)
+    with pytest.raises(StoreError, match=r"looking for .*on purpose"):
+        store.exists(path)
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,11 @@ def test_the_next_fit_deletes_files_of_a_killed_fit(tmp_path: Path) -> None:
         assert len(files(tmp_path) - kept) == 1
         assert train_stored(call).state_digest
     assert files(tmp_path) == kept
+
+
+def test_fits_without_a_lease_leave_the_files_of_others(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, save_runs=False)
+    with CallTransfer(spec) as first, CallTransfer(spec) as second:  # type: ignore[arg-type]
+        call = first.put(trainer)
+        second.delete_others()
+        assert train_stored(call).state_digest
