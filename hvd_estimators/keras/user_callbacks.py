@@ -187,7 +187,7 @@ class CallbackStates:
         ]
 
     def restore(self) -> None:
-        """Restore the callbacks of a resumed run: those of one class in their order."""
+        """Restore the callbacks of a resumed run; callbacks of one class in their order."""
         states: defaultdict[str, deque[Mapping[str, Any]]] = defaultdict(deque)
         for entry in self._restored:
             states[entry["class"]].append(entry["state"])
@@ -213,7 +213,7 @@ def given_arguments(callback: Any) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> tuple[Any, list[bytes]]:
-    """Return a value that equals those of equal values, also of arrays and NaN."""
+    """Return a document that is equal for equal values, also for arrays and NaN."""
     arrays: list[Any] = []
     return repr(encode(value, arrays)), [array.tobytes() for array in arrays]
 

@@ -475,11 +475,8 @@ def check_sync_batch_norm(
     DataError
         If a batch has no rows.
     """
-    converted = torch.nn.modules.batchnorm._BatchNorm if is_converted else ()
-    if any(
-        type(layer).__name__ == "SyncBatchNorm" or isinstance(layer, converted)
-        for layer in module.modules()
-    ):
+    names = {type(layer).__name__ for layer in module.modules()}
+    if "SyncBatchNorm" in names or (is_converted and _batch_norms(module)):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
         data.require_rows_in_batches("model: SyncBatchNorm")
 

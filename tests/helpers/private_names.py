@@ -76,6 +76,11 @@ TABLE = (
         until="pyspark.sql.functions.arrow_udf",
     ),
     # Keras
+    Private(
+        "keras.callbacks.ModelCheckpoint",
+        "_set_monitor_op",
+        "Keras calls it at the end of an epoch, and save_freq compares models before.",
+    ),
     Private("keras.Model", "_flatten_layers", "It finds all layers, also those in attributes."),
     Private("keras.Model", "_compile_config", "It contains the arguments of compile()."),
     Private(

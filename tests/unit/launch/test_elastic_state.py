@@ -135,8 +135,8 @@ def test_states_work_without_relaunches_and_without_notifications(
     assert call_without_notifications(program, (None, []), {}) == (5, 1)
 
 
-class State(bytes):
-    """Bytes that a weak reference can refer to."""
+class State:
+    """State that a weak reference can refer to, unlike bytes."""
 
 
 def test_the_driver_keeps_only_the_last_commit_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_the_driver_keeps_only_the_last_commit_of_a_state(monkeypatch: pytest.Mo
     store, references = CommitStore(), []
 
     def receive(channel: Any) -> State:
-        state = State(100)
+        state = State()
         references.append(weakref.ref(state))
         return state
 
