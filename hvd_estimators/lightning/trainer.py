@@ -92,7 +92,11 @@ class _Trainer:
         self.module, self.base = self._load_module()
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
-        self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+        has_validation = spec.data.val_plan is not None or is_lightning_data(spec.data.data_module)
+        # Of Lightning's check_val_every_n_epoch.
+        self.checkpoints = CheckpointWriter(
+            spec.store, spec.run, spec.checkpoints, validates=has_validation
+        )
         self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
         self.restored_path: str | None = None
         self.logged_steps: int | None = None

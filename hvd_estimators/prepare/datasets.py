@@ -271,10 +271,19 @@ at_exit(_delete_own)
 
 
 def _require_free_paths(store: Store, index: str) -> None:
-    """Check that there are no files yet if a user's store has one path for all datasets."""
+    """Check that a path is free if a user's store has one for all datasets."""
     path = store.get_train_data_path(index)
     if path != store.get_train_data_path():
         return
+    owner = read_lease_record(store, owner_path(store, index))
+    if owner is not None and not is_abandoned(store, owner_path(store, index), owner):
+        raise StoreError(
+            f"another fit, or prepare_data, writes or holds a dataset in {path!r}, and the store "
+            "has one path for all datasets.",
+            param="store",
+            remedy="Wait until it has ended, or let get_train_data_path and get_val_data_path "
+            "return other paths for each index.",
+        )
     store.delete(split_path(store, index))
     for folder in (path, store.get_val_data_path(index)):
         if store.exists(folder):

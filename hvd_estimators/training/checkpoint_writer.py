@@ -78,6 +78,8 @@ class CheckpointWriter:
         The run.
     options : CheckpointOptions
         Options that decide which checkpoints are kept.
+    validates : bool
+        Whether some epochs may have no validation while others have one.
 
     Attributes
     ----------
@@ -85,10 +87,13 @@ class CheckpointWriter:
         As given.
     """
 
-    def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:
+    def __init__(
+        self, store: Store, run: RunPaths, options: CheckpointOptions, *, validates: bool = False
+    ) -> None:
         self.store = store
         self.run = run
         self._options = options
+        self._validates = validates
         self._stored: dict[Position, CheckpointInfo | None] | None = None
         self._orphans: list[str] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -146,7 +151,9 @@ class CheckpointWriter:
         """
         self.finish()
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
-        monitor = monitored(self._options.monitor, metrics)
+        waits = bool(metrics) and self._validates and state.history[-1].validation is None
+        names = {n for record in state.history for n in measured(record)} if waits else metrics
+        monitor = monitored(self._options.monitor, names)
         mode = "min" if monitor is None else mode_of(monitor, self._options.mode)
         path = checkpoint_path(self.run, Position(state.epoch, state.rows))
         written = None if is_copy else self._write(path, state, write_model)
@@ -169,7 +176,7 @@ class CheckpointWriter:
             self._publish(written or self._write(path, state, write_model), info, upload_others)
 
         self._upload = self._thread.submit(publish)
-        if metrics:
+        if metrics and not waits:
             check_monitor(self._options.monitor, metrics)
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from hvd_estimators.prepare.datasets import (
     load_manifest,
     manifest_path,
     owner_path,
+    split_path,
 )
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.leases import STALE_SECONDS, LeaseRecord
@@ -93,6 +94,22 @@ def test_a_store_with_one_folder_keeps_the_validation_rows_of_others(tmp_path):
     with pytest.raises(StoreError, match=r"^store: there are files in .*intermediate_val_data'"):
         use(store, Writer(store))
     assert store.exists(other)
+
+
+def test_a_store_with_one_folder_has_one_writer_at_a_time(tmp_path):
+    store = OneFolder(str(tmp_path))
+    half = f"{split_path(store, 'any')}/part-0.parquet"
+
+    def write(index):
+        store.write_text(half, "rows")
+        with pytest.raises(StoreError, match=r"^store: another fit, or prepare_data, writes or"):
+            use(store, Writer(store))
+        assert store.exists(half)
+        Writer(store)(index)
+
+    with acquire(store, write) as index:
+        assert load_manifest(store, index).train.rows == 5
+    use(store, Writer(store))
 
 
 def test_only_folders_with_names_of_datasets_are_cleared(store):

@@ -18,6 +18,7 @@ from saved_checkpoints import (
     state_of,
 )
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoints import (
     best_checkpoint,
     list_checkpoints,
@@ -83,6 +84,24 @@ def test_options_select_the_best_checkpoint(store: Any, options: Any, best: int)
             history = (*history, EpochMetrics(epoch, train, validation))
             writer.save(RunState(epoch + 1, 0, 2, history), model_of(epoch))
     assert epochs_in(store) == sorted({best, 4})
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss", "accuracy"])
+def test_epochs_without_validation_do_not_take_part(store: Any, monitor: str | None) -> None:
+    history: tuple[EpochMetrics, ...] = ()
+    run, options = store.run_paths("mine"), CheckpointOptions("torch", 1, monitor=monitor)
+    with CheckpointWriter(store, run, options, validates=True) as writer:
+        for epoch in range(5):
+            # The training loss is lowest in the last epoch.
+            validation = {"loss": float(epoch), "accuracy": 1.0 / epoch} if epoch % 2 else None
+            history = (*history, EpochMetrics(epoch, {"loss": -epoch}, validation))
+            writer.save(RunState(epoch + 1, 0, 2, history), model_of(epoch))
+    assert epochs_in(store) == [2, 5]
+    with (
+        pytest.raises(ParamError, match="checkpoint_monitor: found 'other', which is not measured"),
+        CheckpointWriter(store, run, CheckpointOptions("torch", 1, monitor="other")) as writer,
+    ):
+        writer.save(RunState(5, 0, 2, history), model_of(4))
 
 
 def test_mid_epoch_checkpoints_sort_between_epochs(any_store: Any) -> None:
