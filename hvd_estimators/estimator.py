@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from pyspark.ml import Estimator
 from pyspark.sql import Column, DataFrame
 
+from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.framework import Fittable
@@ -58,7 +59,8 @@ class HorovodEstimator(Estimator[M], EstimatorSignatures, Fittable, Saved):
         require_frame("dataset", dataset)
         if is_frame(validation := self.getOrDefault("validation")):
             require_frame("validation", validation)
-        with Fit(self) as fit:
+        # Also its settings, and the ranks: this thread may have another session.
+        with using_session(dataset.sparkSession), Fit(self) as fit:
             return fit.on_frame(dataset)
 
     def fit_on_parquet(

@@ -67,3 +67,15 @@ def test_further_fits_read_their_own_columns(
             model = estimator.fit_on_parquet(tmp_path / kind)
         found = model.getModel().weights.detach().numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=kind)
+
+
+def test_a_fit_takes_the_session_of_its_rows(spark: Any, tmp_path: Path) -> None:
+    own = spark.newSession()
+    own.conf.set("spark.hvdEstimators.store", str(tmp_path / "own"))
+    rows = own.range(ROWS).selectExpr("double(id) as x", "double(id) as y")
+    # Makes the other session that of this thread.
+    spark.createDataFrame([(1,)], ["a"])
+    estimator = line_estimator(None, backend=LocalBackend(1), run_id="here")
+    estimator.clear(estimator.store)
+    estimator.fit(rows)
+    assert (tmp_path / "own" / "runs" / "here").is_dir()
