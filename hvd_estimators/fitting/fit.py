@@ -68,6 +68,7 @@ from hvd_estimators.prepare.datasets import column_metadata, dataset_bytes, load
 from hvd_estimators.prepare.schema import known_columns, quoted, require_columns
 from hvd_estimators.store import RunPaths
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
+from hvd_estimators.store.paths import Position
 from hvd_estimators.summary import TrainingSummary, find_best_epoch, selecting_metric
 from hvd_estimators.training.call_transfer import CallTransfer
 from hvd_estimators.training.run_state import check_state
@@ -295,11 +296,11 @@ class Fit:
             return num_ranks
         run = self._run(self.settings.store.run_paths(run_id))
         run.require_free()
-        order = run.load().row_order
-        if order is None:
+        self._check_resumable(run.load())
+        if run.canonical_shards is None:
             return num_ranks
-        check_shards(self.settings.data_module, order.canonical_shards, num_ranks, run_id)
-        return order.canonical_shards
+        check_shards(self.settings.data_module, run.canonical_shards, num_ranks, run_id)
+        return run.canonical_shards
 
     def _prepare(
         self,
@@ -405,7 +406,8 @@ class Fit:
             self._check_resumable(run)
             seed = settings.random_seed
             seed = secrets.randbits(31) if seed is None else seed
-            order = run.row_order or ReadOrder(backend.num_processes(), seed)
+            shards = run.canonical_shards or backend.num_processes()
+            order = run.row_order or ReadOrder(shards, seed)
             self._show_start(run, order, backend.num_processes(), tried)
 
             def spec_for(num_ranks: int) -> TrainSpec:
@@ -442,16 +444,19 @@ class Fit:
         return Run(self.settings.store, paths, patient=self.settings.max_restarts > 0)
 
     def _check_resumable(self, run: Run) -> None:
-        """Check that the ranks can resume from one of the run's checkpoints."""
+        """Check that the ranks can resume from one of the run's checkpoints, and find it."""
 
-        def check(info: CheckpointInfo) -> None:
+        def check(info: CheckpointInfo) -> int:
             try:
-                check_state(run.store, info.path)
+                return check_state(run.store, info.path)
             except StoreError:
                 check_valid(run.store, info)
                 raise
 
-        find_newest_valid(run.store, run.paths, check, run.checkpoints)
+        found = find_newest_valid(run.store, run.paths, check, run.checkpoints)
+        if found is not None:
+            info, shards = found
+            run.resume_from(Position(info.epoch, info.rows), shards)
 
     # Launch
 
@@ -496,7 +501,7 @@ class Fit:
             ):
                 with (
                     transfer.describing_saved_state(trained=False),
-                    show_progress(spec, run.newest) as shown,
+                    show_progress(spec, run.resumed) as shown,
                 ):
                     env = {**({} if spec.use_gpu else HIDDEN), **settings.rank_environment}
                     handler = record.handler(shown)

@@ -86,6 +86,8 @@ class Run:
         self.paths = paths
         self.checkpoints: tuple[Position, ...] = ()
         self.metadata: Mapping[str, Any] | None = None
+        self.canonical_shards: int | None = None
+        self._valid: Position | None = None
         self._lease = Lease(store, paths, patient=patient) if store.saving_runs() else None
 
     def __enter__(self) -> Self:
@@ -117,10 +119,19 @@ class Run:
         """Newest checkpoint before this fit; None for a new run."""
         return max(self.checkpoints, default=None)
 
+    def resume_from(self, position: Position, canonical_shards: int) -> None:
+        """Note the newest checkpoint that can be read, and the number of shards in it."""
+        self._valid, self.canonical_shards = position, canonical_shards
+
+    @property
+    def resumed(self) -> Position | None:
+        """Newest checkpoint before this fit that can be read; None for a new run."""
+        return self._valid or self.newest
+
     @property
     def epochs_done(self) -> int:
         """Number of epochs that were complete before this fit."""
-        return self.newest.epoch if self.newest is not None else 0
+        return self.resumed.epoch if self.resumed is not None else 0
 
     @property
     def row_order(self) -> ReadOrder | None:
@@ -182,7 +193,7 @@ class Run:
         ParamError
             If the order differs.
         """
-        newest, run_id = self.newest, self.paths.run_id
+        newest, run_id = self.resumed, self.paths.run_id
         if newest is None:
             return
         if data.num_ranks < data.num_shards:

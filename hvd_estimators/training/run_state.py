@@ -191,10 +191,15 @@ def read_archive(file: IO[bytes]) -> RunState:
     return RunState(**{**fields, "history": history})
 
 
-def check_state(store: Store, path: str) -> None:
+def check_state(store: Store, path: str) -> int:
     """Check that a checkpoint can be resumed, judging by its header.
 
     Runs on the driver. The ranks check the whole file.
+
+    Returns
+    -------
+    int
+        The number of canonical shards.
 
     Raises
     ------
@@ -202,7 +207,10 @@ def check_state(store: Store, path: str) -> None:
         If the file is not a checkpoint of this package, or is damaged.
     """
     with reading(store, path) as file, zipfile.ZipFile(file) as archive:
-        _document(archive)
+        shards: Any = dict(_document(archive)["state"]["dict"])["canonical_shards"]
+        if type(shards) is not int or shards < 1:
+            raise ValueError(f"it has {shards!r:.100} canonical shards")
+        return shards
 
 
 def has_state(file: IO[bytes]) -> bool:

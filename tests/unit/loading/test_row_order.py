@@ -105,6 +105,31 @@ def test_a_resumed_run_keeps_its_shards_and_seed(store: Any) -> None:
         start(store, 4)
 
 
+def test_a_run_without_metadata_keeps_its_shards(store: Any) -> None:
+    first = start(store, 3)
+    Path(store.run_paths("mine").run_path, "metadata.json").unlink()
+    resumed = start(store, 2, checkpoint=False)
+    assert resumed.train_plan.num_shards == first.train_plan.num_shards == 3
+    Path(store.run_paths("mine").run_path, "metadata.json").unlink()
+    with pytest.raises(ParamError, match=r"num_proc: the run 'mine' began with 3 ranks.* found 4"):
+        start(store, 4)
+
+
+def test_rows_are_read_as_the_checkpoint_that_can_be_read_needs(store: Any) -> None:
+    start(store, 2)
+    with CheckpointWriter(store, store.run_paths("mine"), CheckpointOptions("torch", 9)) as writer:
+        for epoch, rows in ((0, 16), (1, 0)):
+            state = RunState(epoch, rows, canonical_shards=2, history=())
+            writer.save(state, lambda file: torch.save({}, file))
+    whole = Path(store.get_checkpoints("mine")[-1])
+    # After the epoch, rows may be read in any order.
+    start(store, 2, checkpoint=False, shuffle_buffer_size=2**20)
+    whole.write_bytes(whole.read_bytes()[:100])
+    with pytest.raises(ParamError, match=r"interrupted within epoch 1, and .*shuffle_buffer_size"):
+        start(store, 2, shuffle_buffer_size=2**21)
+    assert start(store, 2, checkpoint=False, shuffle_buffer_size=2**20).num_ranks == 2
+
+
 class Users(DataModule):
     def train_data(self) -> Any:
         raise NotImplementedError
