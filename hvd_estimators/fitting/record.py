@@ -351,7 +351,8 @@ class RunRecord:
         self._history.close()
         self._history.join(_CLOSE_SECONDS)
         self._run.beat()
-        if rows or self._is_complete:
+        # Without checkpoints, a history is of a training that the user has deleted.
+        if rows or self._is_complete or not self._run.checkpoints:
             with self._warned():
                 self._write_rows(rows)
 

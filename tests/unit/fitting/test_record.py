@@ -212,6 +212,18 @@ def test_a_failed_fit_writes_the_missing_epochs(
     assert [run.epochs for run in store.list_runs()] == [1]
 
 
+def test_a_run_whose_checkpoints_were_deleted_has_no_epochs(store: Any) -> None:
+    with record(store) as noted:
+        noted.handler(print_event)(epoch(0, 0.5))
+    assert rows_of(store) == [(0, "train", "loss", 0.5)]
+    for before, kept in ({}, 1), (None, 0):
+        with pytest.raises(ZeroDivisionError), record(store, before=before):
+            raise ZeroDivisionError
+        assert len(rows_of(store)) == kept
+        (run,) = store.list_runs()
+        assert run.epochs == kept
+
+
 def test_runs_are_listed_newest_first_and_damaged_ones_last(store: Any) -> None:
     for number, run_id in enumerate(["b", "a", "c"]):
         with record(store, run_id) as noted:
