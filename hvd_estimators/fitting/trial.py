@@ -272,7 +272,9 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause
-        cause = cause.__cause__ or cause.__context__
+        context = cause.__context__
+        # A generator that has just ended is none, wherever it is the exception that was handled.
+        cause = cause.__cause__ or (None if isinstance(context, StopIteration) else context)
 
 
 def _comes_from_process(error: BaseException) -> bool:

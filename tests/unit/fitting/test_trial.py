@@ -18,7 +18,7 @@ from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.fit import Fit
-from hvd_estimators.fitting.trial import Trial, leave_to_ranks, try_batches
+from hvd_estimators.fitting.trial import Trial, causes, leave_to_ranks, try_batches
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.lightning.dry_run import try_step
@@ -316,3 +316,17 @@ def test_keras_models_need_a_test_step_or_a_loss_for_validation() -> None:
     dry_run(Tested, keras.layers.Dense, validation=0.5)
     with pytest.raises(ParamError, match=r"^validation: .*Give the model a test_step\(\), or set"):
         dry_run(OfOutputs, keras.layers.Dense, validation=0.5)
+
+
+def test_the_end_of_a_generator_is_no_cause() -> None:
+    try:
+        next(iter(()))
+    except StopIteration:
+        try:
+            raise KeyError("the cause")
+        except KeyError as cause:
+            try:
+                raise ValueError("the error") from cause
+            except ValueError as error:
+                found = [type(each) for each in causes(error)]
+    assert found == [ValueError, KeyError]
