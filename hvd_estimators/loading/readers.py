@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
-from hvd_estimators.data.footers import FooterCache
+from hvd_estimators.data.footers import FooterCache, is_whole
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.range_cache import RangeCache
@@ -605,10 +605,10 @@ class ArrowDataModule(PlannedDataModule):
 
         def read(ranges: Sequence[RangeRead]) -> Generator[tuple[list[Columns], bool], None, None]:
             if len(ranges) > 1:
-                for each in ranges:
-                    files.tail(each.row_range.file)
-                # Small files need Python's interpreter more than a processor.
-                with decoding:
+                are_whole = [is_whole(files.tail(each.row_range.file)) for each in ranges]
+                # Small files need Python's interpreter more than a processor. Others are fetched
+                # while they are read, which must not wait for other threads.
+                with decoding if all(are_whole) else contextlib.nullcontext():
                     parts = [part for each in ranges for part, _ in read_range(each)]
                 yield parts, True
                 return
