@@ -296,11 +296,15 @@ class Fit:
             return num_ranks
         run = self._run(self.settings.store.run_paths(run_id))
         run.require_free()
-        self._check_resumable(run.load())
-        if run.canonical_shards is None:
+        order = run.load().row_order
+        if order is None:
+            # Only the checkpoints know. Otherwise, they are read when the data are there.
+            self._check_resumable(run)
+        shards = run.canonical_shards if order is None else order.canonical_shards
+        if shards is None:
             return num_ranks
-        check_shards(self.settings.data_module, run.canonical_shards, num_ranks, run_id)
-        return run.canonical_shards
+        check_shards(self.settings.data_module, shards, num_ranks, run_id)
+        return shards
 
     def _prepare(
         self,

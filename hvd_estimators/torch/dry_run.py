@@ -476,9 +476,10 @@ def check_sync_batch_norm(
         If a batch has no rows.
     """
     names = {type(layer).__name__ for layer in module.modules()}
-    if "SyncBatchNorm" in names or (is_converted and _batch_norms(module)):
-        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
-        data.require_rows_in_batches("model: SyncBatchNorm")
+    param = "trainer_args: sync_batchnorm" if is_converted and _batch_norms(module) else "model"
+    if "SyncBatchNorm" in names or param != "model":
+        data.require_one_shard_per_rank(param, "over which SyncBatchNorm takes no statistics")
+        data.require_rows_in_batches(f"{param}: SyncBatchNorm")
 
 
 def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
