@@ -28,6 +28,7 @@ from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import skip_batches
 from hvd_estimators.lightning.package import (
     Callback,
+    averages_weights,
     is_library,
     is_lightning,
     patch_attribute,
@@ -72,11 +73,14 @@ _STATEFUL = "hvd_estimators.stateful"
 _GRADIENTS = "hvd_estimators.gradients"
 _PARTIAL = "hvd_estimators.partial"
 _REQUIRES_GRAD = "hvd_estimators.requires_grad"
-_OWN_KEYS = (_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD)
+_RETURNED = "hvd_estimators.returned"
+_OWN_KEYS = (_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD, _RETURNED)
 
 # The large parts of a checkpoint, which may share tensors.
 _TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _BASES, _GRADIENTS)
 
+# Hooks after the last step, which may replace the weights.
+_END_HOOKS = ("on_train_end", "on_fit_end")
 
 _NO_FOLDER = os.path.join(tempfile.gettempdir(), "hvd_estimators-no-folder")
 """Local folder that is never made."""
@@ -94,7 +98,9 @@ class RunCheckpoint(Callback):
 
     Lightning's own hook, ``on_train_epoch_end``, runs before schedulers that follow a metric have
     stepped. Therefore this callback saves an epoch when the next one starts, before any other
-    callback runs. It saves the last epoch when training ends.
+    callback runs. It saves the last epoch when training ends. Hooks such as ``on_train_end`` may
+    then replace the weights, for example by averages. A longer run resumes from the weights before
+    that. A run without further epochs returns those after it, which the checkpoint holds, too.
 
     Within an epoch the run is saved between two batches. At that point the validation, schedulers
     and loggers of the first batch have run, and the loader has not provided the second.
@@ -145,6 +151,8 @@ class RunCheckpoint(Callback):
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None
+        # The checkpoint after the last epoch, if other hooks follow that may replace weights.
+        self._ended: tuple[RunState, dict[str, Any]] | None = None
         # Parts of a loaded checkpoint, until they are restored.
         self._loaded: dict[str, Any] = {}
 
@@ -223,6 +231,12 @@ class RunCheckpoint(Callback):
             # With max_steps Lightning would resume the completed epoch.
             _restarted(trainer.fit_loop)
 
+    def load_returned(self, module: LightningModule) -> None:
+        """Load the weights that a completed run returned, if hooks had replaced the others."""
+        returned = self._loaded.pop(_RETURNED, {})
+        if returned:
+            module.load_state_dict(returned, strict=False)
+
     def restore_buffers(self, module: torch.nn.Module) -> None:
         """Restore the buffers of each shard, once; also for a completed run."""
         own, buffers = BufferState(module), self._loaded.pop(_BUFFERS, ())
@@ -247,8 +261,38 @@ class RunCheckpoint(Callback):
             check_same_weights(pl_module, trainer.current_epoch, self.spec.run)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store gradients that no step has used; a longer run uses them."""
+        """Keep what a longer run uses, before other hooks change it."""
         self._gradients = _averager(trainer).unused_gradients()
+        if not self.is_sharded and _may_replace_weights(trainer):
+            checkpoint = _after_epoch(self._checkpoint(trainer))
+            state, _ = self._gather(checkpoint, stopped=trainer.should_stop)
+            tensors = {n: snapshot(v) for n, v in checkpoint.items() if n in _TENSORS}
+            self._ended = state, {**checkpoint, **tensors}
+
+    def save_last(self, trainer: Trainer, *, stopped: bool) -> None:
+        """Save the run after training. Called by all ranks.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The Trainer.
+        stopped : bool
+            Whether a callback has stopped training.
+        """
+        if self._ended is None:
+            self.save(trainer, stopped=stopped)
+            return
+        self.logs.sync()
+        state, checkpoint = self._ended
+        before = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        after = snapshot(trainer.lightning_module.state_dict())
+        checkpoint[_RETURNED] = {
+            name: value
+            for name, value in after.items()
+            if isinstance(value, torch.Tensor)
+            and not (name in before and torch.equal(value, before[name]))
+        }
+        self._save(state, checkpoint)
 
     def save(self, trainer: Trainer, *, stopped: bool = False) -> None:
         """Save the state after the newest epoch. Called by all ranks.
@@ -260,12 +304,7 @@ class RunCheckpoint(Callback):
         stopped : bool
             Whether a callback has stopped training.
         """
-        checkpoint = self._checkpoint(trainer)
-        # The next epoch may have started; Lightning would otherwise treat it as interrupted.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            counts["ready"] = counts["completed"]
-        self._write(checkpoint, stopped=stopped)
+        self._write(_after_epoch(self._checkpoint(trainer)), stopped=stopped)
 
     def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
         checkpoint = _dump_checkpoint(trainer)
@@ -298,6 +337,26 @@ class RunCheckpoint(Callback):
         self.logs.sync()
         if self.spec.run.checkpoints_path is None:
             return
+        state, partials = self._gather(checkpoint, batches, partial, stopped=stopped)
+        files: tuple[TensorFile, ...] = ()
+        if self.is_sharded:
+            position = Position(state.epoch, state.rows)
+            checkpoint, files = write_parts(self.writer, position, checkpoint)
+        is_copy = False
+        if batches and self.shards.rank == 0:
+            checkpoint, is_copy = _snapshot(checkpoint)
+            checkpoint[_PARTIAL] = partials
+        self._save(state, checkpoint, is_copy=is_copy, files=files)
+
+    def _gather(
+        self,
+        checkpoint: dict[str, Any],
+        batches: int = 0,
+        partial: Mapping[str, Any] | None = None,
+        *,
+        stopped: bool = False,
+    ) -> tuple[RunState, list[Any]]:
+        """Return the run's state and the ranks' partial states. Sets a checkpoint's buffers."""
         buffers: ShardBuffers = checkpoint[_BUFFERS]
         state, of_ranks = gather_state(
             self.spec,
@@ -311,19 +370,20 @@ class RunCheckpoint(Callback):
         )
         partials, digests = zip(*of_ranks, strict=True)
         checkpoint[_BUFFERS] = buffers.unequal(digests)
-        files: tuple[TensorFile, ...] = ()
-        if self.is_sharded:
-            position = Position(state.epoch, state.rows)
-            checkpoint, files = write_parts(self.writer, position, checkpoint)
-        if self.shards.rank != 0:
-            return
-        is_copy = False
-        if batches:
-            checkpoint, is_copy = _snapshot(checkpoint)
-            checkpoint[_PARTIAL] = list(partials)
-        self.writer.save(
-            state, lambda file: torch.save(checkpoint, file), is_copy=is_copy, files=files
-        )
+        return state, list(partials)
+
+    def _save(
+        self,
+        state: RunState,
+        checkpoint: dict[str, Any],
+        *,
+        is_copy: bool = False,
+        files: tuple[TensorFile, ...] = (),
+    ) -> None:
+        if self.shards.rank == 0:
+            self.writer.save(
+                state, lambda file: torch.save(checkpoint, file), is_copy=is_copy, files=files
+            )
 
     def _start_steps(self, trainer: Trainer) -> None:
         """Resume within an epoch, once, after all hooks of the epoch's start."""
@@ -442,6 +502,28 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     buffers.restore(values)
     for parameter, requires_grad in trained:
         parameter.requires_grad_(requires_grad)
+
+
+def _may_replace_weights(trainer: Trainer) -> bool:
+    """Return whether a hook after the last step may replace the weights."""
+    connected: Any = trainer
+    # Lightning's other callbacks only write files and print.
+    return any(
+        averages_weights(each) or not is_library(getattr(type(each), hook))
+        for each in (trainer.lightning_module, *connected.callbacks)
+        for hook in _END_HOOKS
+    )
+
+
+def _after_epoch(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint, changed to one of a completed epoch.
+
+    The next epoch may have started; Lightning would otherwise treat it as interrupted.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts["ready"] = counts["completed"]
+    return checkpoint
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:

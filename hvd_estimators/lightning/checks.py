@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.lightning.package import is_lightning
+from hvd_estimators.lightning.package import averages_weights, is_lightning
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer_args import (
     as_list,
@@ -110,9 +110,8 @@ def _check_sharding(settings: LightningSettings) -> None:
         )
     callbacks = [*settings.callbacks, *as_list(settings.trainer_args.get("callbacks"))]
     for callback in callbacks:
-        for kind in ("StochasticWeightAveraging", "WeightAveraging"):
-            if kind in {base.__name__ for base in type(callback).__mro__}:
-                raise ParamError(
-                    f"callbacks: found a {type(callback).__name__} with {mode}, which copies a "
-                    "whole module. Leave the callback or sharding out."
-                )
+        if averages_weights(callback):
+            raise ParamError(
+                f"callbacks: found a {type(callback).__name__} with {mode}, which copies a "
+                "whole module. Leave the callback or sharding out."
+            )

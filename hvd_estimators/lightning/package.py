@@ -100,6 +100,12 @@ def is_lightning(given: Any, path: str) -> bool:
     return flavor is not None and issubclass(_kind(given), flavor.get(path))
 
 
+def averages_weights(callback: Any) -> bool:
+    """Return whether a callback is one of Lightning's that average weights."""
+    kinds = {base.__name__ for base in type(callback).__mro__}
+    return not kinds.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))
+
+
 def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
     """Return the package that the objects belong to, or the first if they belong to neither.
 

@@ -42,6 +42,7 @@ from hvd_estimators.torch.collectives import (
 )
 from hvd_estimators.torch.frozen_base import FrozenBase, frozen_base
 from hvd_estimators.torch.loss_weights import StepBatches
+from hvd_estimators.torch.optimizer_step import has_modes, set_optimizer_mode
 from hvd_estimators.torch.serialization import load_module, module_file, trained_file
 from hvd_estimators.torch.shard_files import as_trained, with_tensors, write_trained
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
@@ -170,12 +171,14 @@ class _Trainer:
         run_checkpoint.restore_buffers(self.module)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop
-            run_checkpoint.save(trainer, stopped=self.stopped)
+            run_checkpoint.save_last(trainer, stopped=self.stopped)
         elif trainer.num_training_batches == 0:
             raise RuntimeError(
                 f"The training loader of rank {self.rank} has no batches: nothing was trained. "
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
+        else:
+            run_checkpoint.load_returned(self.module)
         return self._result(recorder)
 
     def _arguments(
@@ -356,4 +359,10 @@ def _load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreChec
         ):
             checkpoint = checkpoints.load_checkpoint(callback.best_model_path)
             module.load_state_dict(sharded_weights(module, checkpoint["state_dict"]))
+            # One that was saved between two steps has a schedule-free optimizer's training weights.
+            states = checkpoint.get("optimizer_states", ())
+            for optimizer, state in zip(trainer.optimizers, states, strict=False):
+                if has_modes(optimizer):
+                    optimizer.load_state_dict(state)
+                    set_optimizer_mode(optimizer, training=False)
             return

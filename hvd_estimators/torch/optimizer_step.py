@@ -270,6 +270,11 @@ def set_optimizer_mode(optimizer: torch.optim.Optimizer, training: bool) -> None
     Schedule-free optimizers have ``train()`` and ``eval()``, which change the parameters. Other
     optimizers have neither and are not changed.
     """
-    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
-    if callable(train) and callable(evaluate):
-        (train if training else evaluate)()
+    if has_modes(optimizer):
+        modes: Any = optimizer
+        (modes.train if training else modes.eval)()
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has modes for training and evaluation."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -346,3 +346,41 @@ def test_fewer_ranks_run_the_hooks_of_each_batch_once(
     assert found.batches == expected.batches
     assert_same_weights(found.net, expected.net)
     assert_same_weights(found.average, expected.average)
+
+
+class ToTraining(Callback):
+    """Callback that a program of one process needs with a schedule-free optimizer."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.optimizers[0].train()
+
+
+class ScheduleFree(Regression):
+    """Module whose best step is the third."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("is_third", float(batch_idx == 2))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        import schedulefree
+
+        return schedulefree.AdamWScheduleFree(self.parameters(), lr=0.05)
+
+
+def test_the_best_step_of_a_schedule_free_optimizer_has_the_averaged_weights(
+    backend: InProcessBackend, store: Any
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 138)
+    best = ModelCheckpoint(monitor="is_third", mode="max", every_n_train_steps=1)
+    found = fit(backend, store, model=ScheduleFree(), callbacks=[best], batch_size=10, epochs=1)
+    expected = ScheduleFree()
+    batches = global_batches(138, 2, 10)
+    assert len(batches) > 3
+    callbacks = [ToTraining()]
+    trainer = train_in_lightning(expected, columns, batches[:3], epochs=1, callbacks=callbacks)
+    training = copy.deepcopy(expected)
+    trainer.optimizers[0].eval()
+    with pytest.raises(AssertionError):
+        assert_same_weights(training, expected)
+    assert_same_weights(found.getModel().net, expected.net)

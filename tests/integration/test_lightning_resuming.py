@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import resuming
 import torch
-from lightning_reference import fit
+from lightning_reference import Regression, fit
 from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from pytorch_lightning.plugins import MixedPrecision
 from reference import write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
@@ -270,6 +271,45 @@ def test_a_stopped_run_stays_stopped_whatever_ends_it(backend: Any, store: Any) 
     first = run()
     assert len(first[0]) == 2
     assert_equal_bits(run(), first)
+
+
+class Halving(Regression):
+    """Module that returns halved weights, and trains the others."""
+
+    def on_train_end(self) -> None:
+        for weight in self.parameters():
+            weight.data.mul_(0.5)
+
+
+def averaging() -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(
+        0.05, swa_epoch_start=1, annealing_epochs=1, annealing_strategy="linear"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks"),
+    [
+        (Regression, lambda: [EMAWeightAveraging(decay=0.5)]),
+        (Regression, lambda: [averaging()]),
+        (Halving, list),
+    ],
+    ids=["ema", "swa", "own hook"],
+)
+def test_a_longer_run_resumes_from_the_weights_that_trained_not_from_their_averages(
+    backend: Any, store: Any, kind: Any, callbacks: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+
+    def run(run_id: str, epochs: int, model: Any = kind, averages: Any = callbacks) -> Any:
+        further = {"epochs": epochs, "callbacks": averages(), "shuffle": True, "batch_size": 8}
+        return fit(backend, store, run_id=run_id, model=model(), **further).getModel().state_dict()
+
+    short = run("one", 2)
+    trained = run("plain", 2, Regression, list)
+    assert any(not torch.equal(value, trained[name]) for name, value in short.items())
+    assert_equal_bits(run("one", 2), short)
+    assert_equal_bits(run("one", 4), run("whole", 4))
 
 
 class Spoilt(Logging):
