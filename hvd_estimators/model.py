@@ -263,7 +263,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
             keeps_nulls=takes_nulls and self.getOrDefault("handleInvalid") == "keep",
         )
         rows = dataset.select(*(quoted(name) for name in inputs.columns))
-        frame, padded, given = self._with_arguments(rows, inputs.columns, 1)
+        frame, padded, given = self._with_arguments(rows, inputs.columns, inputs.columns, 1)
         run_id = self.getOrDefault("run_id")
         with (
             describing("Evaluate a model" + (f" of run {run_id}" if run_id else "")),
@@ -426,7 +426,9 @@ class HorovodModel(Model, ModelSignatures, Saved):
         inference = self._inference(dataset)
         outputs = self._udf_outputs(inference)
         items = sum(math.prod(known_sizes(output.shape)) for output in outputs)
-        dataset, padded, given = self._with_arguments(dataset, inference.columns, items)
+        # A transformation's further columns, such as labels, may hold nulls.
+        needed = inference.features.columns
+        dataset, padded, given = self._with_arguments(dataset, inference.columns, needed, items)
         if padded is None and has_arrow_udfs():
             dataset = as_rows(dataset)
         arguments = packed(given)
@@ -457,15 +459,16 @@ class HorovodModel(Model, ModelSignatures, Saved):
         return with_made.withColumns(columns).drop(made)
 
     def _with_arguments(
-        self, rows: DataFrame, names: Sequence[str], output_items: int
+        self, rows: DataFrame, names: Sequence[str], needed: Sequence[str], output_items: int
     ) -> tuple[DataFrame, PaddedFrame | None, list[Column | str]]:
         """Return the rows to predict on, their padding, and the columns that executors receive.
 
-        With ``handleInvalid="skip"``, rows with nulls are left out. With padding, a further, last
-        column is false for empty rows. See `pad_large_rows` for ``output_items``.
+        With ``handleInvalid="skip"``, rows with nulls in needed columns are left out. With
+        padding, a further, last column is false for empty rows. See `pad_large_rows` for
+        ``output_items``.
         """
         if self.getOrDefault("handleInvalid") == "skip":
-            rows = without_nulls(rows, names)
+            rows = without_nulls(rows, needed)
         padded = pad_large_rows(rows, names, self._known_sizes(), output_items)
         if padded is None:
             return rows, None, self._udf_arguments(rows, names)

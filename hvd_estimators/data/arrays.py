@@ -323,6 +323,9 @@ def rows_of(column: pa.Array, selected: Array) -> pa.Array:
 _ELEMENT = "element"
 """Spark's name for the elements of arrays; Spark would cast lists with another name."""
 
+_MOST_ELEMENTS = 2**31 - 1
+"""Elements that the offsets of Arrow's usual lists can count."""
+
 
 def to_lists(elements: pa.Array, shape: Sequence[int], valid: Array | None = None) -> pa.Array:
     """Return a column of lists, nested for more than two dimensions.
@@ -339,14 +342,19 @@ def to_lists(elements: pa.Array, shape: Sequence[int], valid: Array | None = Non
     column = elements
     for axis in range(len(shape) - 1, 0, -1):
         rows, size = math.prod(shape[:axis]), shape[axis]
-        if axis > 1 or valid is None:
-            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
-        else:
-            row_offsets = np.append(0, np.cumsum(valid)).astype(np.int32) * np.int32(size)
-            # A null offset at the start of a list makes the list null.
-            offsets = pa.array(row_offsets, mask=np.append(~valid, False))
-        data_type = pa.list_(pa.field(_ELEMENT, column.type))
-        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
+        is_large = rows * size > _MOST_ELEMENTS
+        of_list, lists = (
+            (pa.large_list, pa.LargeListArray) if is_large else (pa.list_, pa.ListArray)
+        )
+        # A null offset at the start of a list makes the list null.
+        of_rows = valid if axis == 1 else None
+        starts = np.arange(rows + 1) if of_rows is None else np.append(0, np.cumsum(of_rows))
+        offsets = pa.array(
+            (starts * size).astype(np.int64 if is_large else np.int32),
+            mask=None if of_rows is None else np.append(~of_rows, False),
+        )
+        data_type = of_list(pa.field(_ELEMENT, column.type))
+        column = lists.from_arrays(offsets, column).cast(data_type)
     return column
 
 

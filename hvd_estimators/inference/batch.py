@@ -183,7 +183,7 @@ class BatchPredictor:
     transformation : Transformation or None
         Applied before the forward pass.
     dtypes : mapping
-        Column to its NumPy type in the training's transformation.
+        Column to its NumPy type in training: in the transformation, or of floats.
     collate : Collate or None
         Makes the predictor's batches of rows; the only column is then `ROWS`.
     """
@@ -220,14 +220,16 @@ class BatchPredictor:
             The columns that exist besides the features. Default: all of ``metadata``.
         """
         names = features.columns
+        dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
         if transformation is None:
-            return cls(names, features)
+            # Rows may have whole numbers where training had others.
+            floats = {n: dtype for n, dtype in dtypes.items() if dtype.startswith("float")}
+            return cls(names, features, dtypes=floats)
         further_columns = [
             name
             for name in metadata
             if name not in names and (available is None or name in available)
         ]
-        dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
         return cls(
             (*names, *further_columns), features, transformation=transformation, dtypes=dtypes
         )
@@ -273,7 +275,7 @@ class BatchPredictor:
         kept = [
             (name, column)
             for name, column in zip(self.columns, columns, strict=True)
-            if name in needed or _has_all(column, is_row)
+            if name in needed or has_all(column, is_row)
         ]
         return [name for name, _ in kept], [column for _, column in kept]
 
@@ -334,12 +336,9 @@ class BatchPredictor:
         if self.collate is not None:
             rows: Any = columns[ROWS]
             return [_collated(self.collate, rows)]
+        typed = self._typed(columns)
         if self.transformation is None:
-            return self._stacked(columns, predictor)
-        typed = {
-            name: array.astype(self.dtypes.get(name, array.dtype), copy=False)
-            for name, array in columns.items()
-        }
+            return self._stacked(typed, predictor)
         try:
             transformed = self.transformation(typed)
         except KeyError as error:
@@ -350,9 +349,27 @@ class BatchPredictor:
             ) from error
         return self._stacked(transformed, predictor)
 
+    def _typed(self, columns: dict[str, Array]) -> dict[str, Array]:
+        """Return columns in the types that they had in training.
+
+        The transformation's own columns are left out if they hold other values, as with nulls.
+        """
+        typed, needed = {}, set(self.features.columns)
+        for name, array in columns.items():
+            target = self.dtypes.get(name)
+            if target is None or (self.transformation is None and array.dtype.kind not in "biu"):
+                typed[name] = array
+                continue
+            try:
+                typed[name] = _as_type(name, array, target)
+            except DataError:
+                if name in needed:
+                    raise
+        return typed
+
     def _stacked(self, columns: Columns, predictor: Any) -> list[Array]:
         inputs = self.features.stack(columns)
-        if isinstance(predictor, FrameworkPredictor):
+        if hasattr(predictor, "input_dtype"):
             for name, of_input in self.features.by_name.items():
                 target = predictor.input_dtype(name, inputs[name].dtype.name)
                 for column in of_input:
@@ -379,6 +396,21 @@ class BatchPredictor:
             return outputs
         made = self.scores(outputs[0])
         return [*outputs, *(made[name] for name in self.scores.fields(self.shapes[0]))]
+
+
+def _as_type(name: str, array: Array, target: str) -> Array:
+    """Return a column in another type, with the same values."""
+    if array.dtype.name == target:
+        return array
+    check_array(name, array, target)
+    try:
+        return array.astype(target)
+    except ValueError as error:
+        raise DataError(
+            f"Column {name!r} holds {array.dtype.name}, and training had {target} ({error}).",
+            column=name,
+            remedy="Cast the column to the type that it had in training.",
+        ) from error
 
 
 def _collated(collate: Collate, rows: Any) -> Any:
@@ -546,7 +578,7 @@ def to_arrays(
     return arrays, valid
 
 
-def _has_all(column: pa.Array, is_row: Array | None) -> bool:
+def has_all(column: pa.Array | Array, is_row: Array | None = None) -> bool:
     """Return whether a column holds no null in any row."""
     mask = valid_rows(column) if isinstance(column, pa.Array) else None
     return mask is None or bool((mask if is_row is None else mask | ~is_row).all())
@@ -566,7 +598,7 @@ def _valid_rows(
         mask = valid_rows(column) if isinstance(column, pa.Array) else None
         if mask is None:
             continue
-        if not keeps_nulls and not _has_all(column, is_row):
+        if not keeps_nulls and not has_all(column, is_row):
             raise DataError(f"Column {name!r} holds nulls; {null_remedy}")
         if not takes_nulls:
             masks.append(mask)

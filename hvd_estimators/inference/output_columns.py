@@ -128,7 +128,11 @@ class OutputType:
             If the type cannot hold a number.
         """
         if self.element in _FLOATS:
-            return pa.array(values.astype(self.dtype, copy=False))
+            made = as_doubles(values, name) if self.element == "double" else values
+            return pa.array(made.astype(self.dtype, copy=False))
+        if values.dtype.kind in "biu" and self.element != "boolean":
+            self._check_whole(values, name)
+            return pa.array(values.astype(self.dtype))
         doubles = values.astype(np.float64, copy=False)
         is_nan = np.isnan(doubles)
         numbers = np.where(is_nan, 0, doubles)
@@ -137,8 +141,8 @@ class OutputType:
         return pa.array(numbers.astype(self.dtype), mask=is_nan if is_nan.any() else None)
 
     def _check_whole(self, numbers: Array, name: str) -> None:
-        limit = 2.0 ** (8 * self.dtype.itemsize - 1)
-        cut = np.trunc(numbers)
+        limit = 2 ** (8 * self.dtype.itemsize - 1)
+        cut = numbers if numbers.dtype.kind in "biu" else np.trunc(numbers)
         wrong = (cut >= limit) | (cut < -limit)
         if wrong.any():
             raise PredictionError(
@@ -148,6 +152,27 @@ class OutputType:
 
 
 DOUBLE = OutputType()
+
+
+def as_doubles(values: Array, name: str) -> Array:
+    """Return numbers as doubles.
+
+    Raises
+    ------
+    PredictionError
+        If an integer would lose digits.
+    """
+    doubles = values.astype(np.float64, copy=False)
+    limit = 2**53
+    if values.dtype.kind in "iu" and ((values > limit) | (values < -limit)).any():
+        # Python compares integers with floats exactly.
+        wrong = values[values.astype(object) != doubles.astype(object)]
+        if wrong.size:
+            raise PredictionError(
+                f"{name} is {wrong[0]}, which type double cannot hold. Set a type of 'bigint' in "
+                "output_types."
+            )
+    return doubles
 
 
 def output_types(

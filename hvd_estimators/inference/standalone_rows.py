@@ -17,7 +17,13 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.rows import ROWS, GivenRows, one_array
 from hvd_estimators.data.types import is_list, without_decimals
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.batch import NULL_REMEDY, BatchPredictor, known_sizes, to_arrays
+from hvd_estimators.inference.batch import (
+    NULL_REMEDY,
+    BatchPredictor,
+    has_all,
+    known_sizes,
+    to_arrays,
+)
 from hvd_estimators.inference.output_columns import OutputType, to_column
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
@@ -102,6 +108,8 @@ def read_table(
         ``keeps_nulls``.
     """
     columns, to_result = read_columns(given, features, optional)
+    # As in `transform`: rows may have labels in part.
+    columns = {n: column for n, column in columns.items() if n in features or has_all(column)}
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
@@ -136,7 +144,7 @@ def read_rows(
     if len(set(map(len, columns))) > 1:
         raise DataError(f"Columns differ in length: {list(map(len, columns))}.")
     named = [dict(zip(features, row, strict=True)) for row in zip(*columns, strict=True)]
-    complete = np.array([all(v is not None for v in row.values()) for row in named], bool)
+    complete = np.array([not any(map(_holds_none, row.values())) for row in named], bool)
     if not (complete.all() or inference.keeps_nulls):
         raise DataError(f"The rows hold nulls; {NULL_REMEDY}")
     assert inference.collate is not None

@@ -52,7 +52,7 @@ from hvd_estimators.inference.batch import (
     one_ahead,
 )
 from hvd_estimators.inference.broadcast import Hashed, Payload, Sent
-from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType, as_doubles, to_column
 from hvd_estimators.inference.worker import (
     cached_predictor,
     predictor_key,
@@ -105,10 +105,10 @@ class Output:
 
     def converter(self) -> Callable[[Array, Array | None], pa.Array]:
         """Return the conversion of the output and a mask of its rows to a column."""
-        if self.is_vector and has_arrow_udfs():
-            return to_vectors
         # The function goes to executors, and Spark's type stays here.
         shape, kind, column = self.shape, self.kind or DOUBLE, self.column
+        if self.is_vector and has_arrow_udfs():
+            return lambda array, valid: to_vectors(as_doubles(array, column), valid)
         return lambda array, valid: to_column(array, shape, valid, kind, column)
 
 

@@ -255,15 +255,14 @@ def of_labels(
 
 
 def _as_numbers(output: Any) -> Array:
-    """Convert an output to a NumPy float type that holds the same numbers."""
+    """Convert an output to a type of NumPy that holds the same numbers."""
     array = np.asarray(output)
-    if array.dtype in (np.float32, np.float64):
+    if array.dtype in (np.float32, np.float64) or array.dtype.kind in "biu":
         return array
     if array.dtype.kind in "OSU":
         raise ShapeError("The model returns text. transform() supports numbers only.")
     # TensorFlow's own half-precision types, such as bfloat16, are not floating types of NumPy.
-    is_half = array.dtype.itemsize == 2 and array.dtype.kind not in "iub"
-    return array.astype(np.float32 if is_half else np.float64)
+    return array.astype(np.float32 if array.dtype.itemsize == 2 else np.float64)
 
 
 def load_saved(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:

@@ -225,7 +225,8 @@ def _described_row(row: dict[str, Any]) -> str:
 
 def _outputs(predicted: Any) -> list[Array]:
     """Return the outputs for one row without the row dimension."""
-    arrays = [np.asarray(torch.as_tensor(p).double()) for p in select_outputs(predicted)]
+    tensors = [torch.as_tensor(p) for p in select_outputs(predicted)]
+    arrays = [np.asarray(t.double() if t.is_floating_point() else t) for t in tensors]
     return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]
 
 

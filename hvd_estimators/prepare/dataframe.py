@@ -84,7 +84,8 @@ def prepare_data(
     compress_sparse : bool
         Write vectors as indices and values of the nonzero elements.
     partitions_per_process : int
-        Maximum number of files per rank (on each side of a split).
+        Maximum number of files per rank (on each side of a split). Without ``shuffle_on_write``
+        there is a file for each partition of ``df``, because Spark joins partitions in any order.
     verbose : int
         Above zero, logs paths and row counts.
     random_seed : int, optional
@@ -176,7 +177,7 @@ def prepare_data(
         manifest = write_dataset(
             store,
             index,
-            df if shuffle else df.coalesce(max_files),
+            df,
             columns,
             split,
             shuffle,

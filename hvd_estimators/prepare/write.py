@@ -296,9 +296,14 @@ def _frame(
     if shuffle is not None:
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
+        if not in_order and shuffle is None:
+            drawn.append(F.col("given"))
+            frame = frame.withColumn("given", F.monotonically_increasing_id())
         if not in_order:
             frame = frame.sortWithinPartitions(F.expr(_hash(hashed)))
-        frame = frame.select("*", *drawn)
+        frame = frame.select(*numbers, *drawn)
+        if not in_order and shuffle is None:
+            frame = frame.sortWithinPartitions("given").drop("given")
     observations = [Observation()]
     if measures:
         observations.append(Observation())

@@ -60,6 +60,10 @@ class TorchEvaluator:
         """Return sums over no rows."""
         return TorchSums(self._evaluate, self._objective)
 
+    def input_dtype(self, name: str, stored: str) -> str:
+        """Return the type of an input, see `FrameworkPredictor.input_dtype`."""
+        return str(self._tensors.dtypes.get(name, "float32"))
+
     def _evaluate(self, columns: AnyColumns) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(naming_inputs(lambda: _described(columns)))

@@ -93,18 +93,18 @@ class Forward:
                 return self._return(self._called(call, fetched))
 
     def _called(self, call: Call, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a forward pass, and return its outputs as floats."""
+        """Run a forward pass, and return its outputs as numbers that NumPy has."""
         if not self._needs_autograd:
             try:
                 with torch.inference_mode():
-                    return [_as_floats(output) for output in call(inputs)]
+                    return [_as_numbers(output) for output in call(inputs)]
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError:
                 # Inference mode fails for forward passes that compute gradients, and for CSR
                 # weights.
                 pass
-        outputs = [_as_floats(output.detach()) for output in call(inputs)]
+        outputs = [_as_numbers(output.detach()) for output in call(inputs)]
         self._needs_autograd = True
         return outputs
 
@@ -152,8 +152,8 @@ def _arrays(tensors: Sequence[torch.Tensor]) -> Finish:
     return lambda: arrays
 
 
-def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as float32 or float64, with the same numbers.
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same numbers, half floats as float32.
 
     Raises
     ------
@@ -162,11 +162,11 @@ def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_complex():
         raise ShapeError(f"outputs: {NO_COMPLEX_COLUMN}")
-    if tensor.dtype in (torch.float32, torch.float64):
+    if not tensor.is_floating_point() or tensor.dtype in (torch.float32, torch.float64):
         # The next forward pass may change a tensor that this pass did not create (an input, a
         # buffer).
         return tensor if tensor.is_inference() else tensor.clone()
-    return tensor.float() if tensor.dtype.is_floating_point else tensor.double()
+    return tensor.float()
 
 
 class TorchPredictor(FrameworkPredictor):

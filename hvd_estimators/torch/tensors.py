@@ -283,7 +283,12 @@ class TensorSpec:
         """Return the model's inputs, with the rows of the batch first."""
         if isinstance(columns, CollatedBatch):
             return Inputs(self._on_device(self._split(columns)[0], device))
-        return self._tensors(columns, self.feature_cols, self.input_shapes, device)
+        inputs = self._tensors(columns, self.feature_cols, self.input_shapes, device)
+        for name, tensor in zip(self.feature_cols, inputs, strict=True):
+            _check_whole(
+                name, columns[name], tensor, "column_dtypes", "the model takes as integers"
+            )
+        return inputs
 
     def batch(self, columns: AnyColumns, device: torch.device | str = "cpu") -> Batch:
         """Return inputs, targets and weights of a batch."""
@@ -314,7 +319,9 @@ class TensorSpec:
         else:
             labels = self._tensors(columns, self.label_cols, self.label_shapes, device)
         for name, label in zip(self.label_cols, labels, strict=True):
-            _check_whole(name, columns[name], label)
+            _check_whole(
+                name, columns[name], label, "label_cols", "the loss takes as class numbers"
+            )
         return labels
 
     def _split(
@@ -497,22 +504,25 @@ def _tensor(
     return tensor.to(device, dtype, non_blocking=True)
 
 
-def _check_whole(name: str, column: Array | torch.Tensor, label: torch.Tensor) -> None:
-    """Check that a label which became an integer was a whole number."""
+def _check_whole(
+    name: str, column: Array | torch.Tensor, made: torch.Tensor, param: str, taken: str
+) -> None:
+    """Check that numbers of a column which became integers were whole."""
     # A check on a GPU would wait for the GPU in each step.
-    if label.is_floating_point() or label.is_cuda:
+    if made.is_floating_point() or made.is_complex() or made.is_cuda:
         return
     given = column if isinstance(column, torch.Tensor) else from_numpy(column)
-    if not given.is_floating_point():
+    if not given.is_floating_point() or made.dtype == torch.bool:
         return
     flat = given.reshape(-1)
-    wrong = flat != label.reshape(-1)
+    wrong = flat != made.reshape(-1)
     if wrong.any():
         raise DataError(
-            f"expected whole numbers in the column {name!r}, which the loss takes as "
-            f"class numbers, found {flat[wrong][0].item():g}. Index the classes, with "
+            f"expected whole numbers in the column {name!r}, which {taken}, found "
+            f"{flat[wrong][0].item():g}. Index the classes, with "
             "pyspark.ml.feature.StringIndexer for example.",
-            param="label_cols",
+            param=param,
+            column=name,
         )
 
 

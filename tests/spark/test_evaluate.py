@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimators import line_estimator
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from torch.nn import functional
@@ -169,3 +170,15 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     squared = others.evaluate(held_out)["y_mse_loss"]
     rows = made["held_out"]
     assert squared == pytest.approx(float(functional.mse_loss(number[rows], made["y"][rows])), 1e-5)
+
+
+def test_numbers_that_the_model_would_get_with_other_digits_are_an_error(
+    spark: Any, store: Any
+) -> None:
+    rows = [(i, float(i)) for i in range(20)]
+    model = line_estimator(store).fit(spark.createDataFrame(rows, "x bigint, y double"))
+    known = spark.createDataFrame([(2**24, 0.0)], "x bigint, y double")
+    assert model.evaluate(known)["loss"] > 0
+    new = spark.createDataFrame([(2**24 + 1, 0.0)], "x bigint, y double")
+    with pytest.raises(DataError, match="'x' holds 16777217, and the model takes float32"):
+        model.evaluate(new)

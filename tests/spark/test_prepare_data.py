@@ -418,6 +418,26 @@ def test_shuffle_on_write_false_keeps_the_order(spark: Any, store: Any) -> None:
     assert stored_order(frame, store) != order
 
 
+@pytest.mark.parametrize("validation", [None, 0.25, "held_out"])
+def test_sorted_and_cached_rows_keep_their_order(spark: Any, store: Any, validation: Any) -> None:
+    # Cached partitions have locations, by which Spark would join them in another order.
+    frame = (
+        spark.range(0, 2000, 1, 3)
+        .withColumn("held_out", F.col("id") % 3 == 0)
+        .repartitionByRange(40, "id")
+        .sortWithinPartitions("id")
+        .cache()
+    )
+    assert frame.count() == 2000
+    options = {"partitions_per_process": 2, "shuffle_on_write": False, "validation": validation}
+    ids = [side["id"].tolist() for side in read(store, frame.withColumn("x", F.lit(1)), **options)]
+    frame.unpersist()
+    assert all(side == sorted(side) for side in ids)
+    assert sorted(row for side in ids for row in side) == list(range(2000))
+    if validation == 0.25:
+        assert 400 < len(ids[1]) < 600
+
+
 @pytest.mark.parametrize("options", [{}, {"shuffle_on_write": False}, {"validation": "held_out"}])
 def test_the_manifest_tells_other_rows_and_another_order(
     spark: Any, store: Any, options: Any

@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.torch import load_predictor
 
 pytestmark = pytest.mark.spark
 
@@ -102,3 +103,32 @@ def test_wrong_transformations_are_rejected_before_ranks_start(
         estimator_of_lengths(store, input_shapes=None, **params).fit(make_frame(spark))
     clear_training_cache()
     assert not store.exists(f"{store.prefix_path}/runs")
+
+
+def lengths(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "x": np.char.str_len(columns["word"].astype(str))}
+
+
+def test_rows_without_a_label_are_predicted_in_all_ways(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    model = estimator_of_lengths(
+        store,
+        transformation_batch_fn=lengths,
+        transformation_edit_fields=[("x", np.float32, ())],
+        transformation_removed_fields=["word"],
+        apply_transformation=True,
+        epochs=1,
+    ).fit(make_frame(spark))
+    rows = [("a", 1.0, 0.0), ("ccc", None, 0.0)]
+    frame = spark.createDataFrame(rows, "word string, y double, x double")
+    found = [row["y__output"] for row in model.transform(frame).collect()]
+    assert None not in found
+    assert found[0] != found[1]
+    for on_nulls in ("skip", "error"):
+        model.setHandleInvalid(on_nulls)
+        assert [row["y__output"] for row in model.transform(frame).collect()] == found
+        model.write().overwrite().save(str(tmp_path / "model"))
+        predict = load_predictor(str(tmp_path / "model")).predict
+        alone = predict([{"word": "a", "y": 1.0, "x": 0.0}, {"word": "ccc", "x": 0.0}])
+        assert [row["y__output"] for row in alone] == pytest.approx(found)

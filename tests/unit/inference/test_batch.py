@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.inference import worker
 from hvd_estimators.inference.batch import BatchPredictor, Resources, check_outputs, one_ahead
 
@@ -162,3 +162,39 @@ def test_labels_that_are_null_in_part_are_left_out_of_a_transformation() -> None
         (found,) = inference.inputs(arrays, None)
         assert found.tolist() == [2.0, 4.0]
         assert seen.pop() == expected
+
+
+def transforming() -> BatchPredictor:
+    metadata = {"x": {"dtype": "int32"}, "y": {"dtype": "int64"}}
+    return BatchPredictor.of(InputColumns.of(["x"]), lambda columns: columns, metadata)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[1.0, np.nan], [1.0, 2.5], [1.0, 5e9], np.array([1, 5_000_000_000]), ["1", "n/a"]]
+)
+def test_a_transformation_gets_the_values_of_training_or_none(wrong: Any) -> None:
+    array = np.array(wrong, object) if isinstance(wrong[0], str) else np.asarray(wrong)
+    with pytest.raises(DataError, match=r"Column 'x' holds") as caught:
+        transforming().inputs({"x": array}, None)
+    assert caught.value.column == "x"
+    # A label, which most transformations do not need.
+    given: list[Any] = []
+
+    def record(columns: Any) -> Any:
+        given.append(columns)
+        return columns
+
+    inference = replace(transforming(), transformation=record)
+    inference.inputs({"x": np.array([3.0]), "y": np.array([np.nan])}, None)
+    assert [{n: a.dtype.name for n, a in columns.items()} for columns in given] == [{"x": "int32"}]
+
+
+def test_whole_numbers_are_floats_where_training_had_floats() -> None:
+    features = InputColumns.of(["x", "n", "t"])
+    metadata = {"x": {"dtype": "float64"}, "n": {"dtype": "int64"}, "t": {"dtype": "object"}}
+    inference = BatchPredictor.of(features, None, metadata)
+    whole = {name: np.array([1, 2]) for name in ("x", "n", "t")}
+    found = inference.inputs(whole, None)
+    assert [array.dtype.name for array in found] == ["float64", "int64", "int64"]
+    short = {**whole, "x": np.array([1.5], np.float32)}
+    assert inference.inputs(short, None)[0].dtype.name == "float32"

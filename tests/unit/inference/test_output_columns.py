@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.data import arrays
+from hvd_estimators.exceptions import ParamError, PredictionError
 from hvd_estimators.inference.output_columns import (
+    DOUBLE,
     OutputType,
     output_types,
     to_column,
@@ -120,3 +122,26 @@ def test_outputs_become_integers_on_request() -> None:
     half = to_column(array, (2,), None, OutputType("float", 1))
     assert half.type.value_type == pa.float32()
     assert half.to_pylist()[1] == [2**24, -3]
+
+
+def test_integers_keep_all_digits_or_are_an_error() -> None:
+    ids = np.array([2**53 + 1, -(2**63), 2**63 - 1, 5])
+    column = to_column(ids.reshape(2, 2), (2,), None, OutputType("bigint", 1))
+    assert column.to_pylist() == [[2**53 + 1, -(2**63)], [2**63 - 1, 5]]
+    unsigned = ids.astype(np.uint64)
+    for array, kind in [(ids, DOUBLE), (ids, OutputType("int")), (unsigned, OutputType("bigint"))]:
+        with pytest.raises(PredictionError, match=r"out is .*, which type .* cannot hold"):
+            to_column(array, (), None, kind, "out")
+    exact = np.array([2**53, 2**60, -3])
+    assert to_column(exact, ()).to_pylist() == [float(2**53), float(2**60), -3.0]
+
+
+def test_lists_of_more_elements_than_32_bits_count_have_64_bit_offsets(monkeypatch: Any) -> None:
+    array, valid = np.arange(24.0).reshape(4, 3, 2), np.array([True, False, True, True, True])
+    expected = [to_column(array, (3, 2), mask).to_pylist() for mask in (None, valid)]
+    monkeypatch.setattr(arrays, "_MOST_ELEMENTS", 11)
+    for mask, rows in zip((None, valid), expected, strict=True):
+        column = to_column(array, (3, 2), mask)
+        column.validate(full=True)
+        assert pa.types.is_large_list(column.type)
+        assert column.to_pylist() == rows

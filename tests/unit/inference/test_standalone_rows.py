@@ -19,7 +19,7 @@ from hvd_estimators.exceptions import ColumnError, DataError, ParamError, Predic
 from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType
 from hvd_estimators.inference.standalone_rows import read_rows, read_table
-from hvd_estimators.loading.collate_fn import CollateFunction
+from hvd_estimators.loading.collate_fn import CollateFunction, Padding
 
 pytestmark = pytest.mark.versions
 
@@ -287,3 +287,25 @@ def test_missing_text_of_pandas_is_none_for_a_collate_function() -> None:
     given: Any = found.columns[ROWS]
     assert [row["t"] for row in given.to_rows()] == ["a", None, "b"]
     np.testing.assert_array_equal([row["x"] for row in given.to_rows()], [1.0, 2.0, NAN])
+
+
+def test_optional_columns_with_nulls_are_left_out() -> None:
+    rows = [{"x": 1.0, "y": 0.0}, {"x": 2.0}]
+    for keeps in (True, False):
+        found = read_table(rows, ["x"], ["y"], (), keeps_nulls=keeps)
+        assert (found.count, found.valid, list(found.columns)) == (2, None, ["x"])
+    found = read_table([{**row, "y": 1.0} for row in rows], ["x"], ["y"], ())
+    assert list(found.columns) == ["x", "y"]
+
+
+def test_a_null_in_a_list_is_a_null_of_the_row_for_a_collate_function() -> None:
+    rows = [{"t": [1, 2]}, {"t": [1, None, 3]}, {"t": [[1], None]}, {"t": []}]
+    takes_nulls: list[Any] = [CollateFunction(None, lambda rows: rows), Padding(None, {"t": 0.0})]
+    for takes, collate in zip((True, False), takes_nulls, strict=True):
+        inference = BatchPredictor(("t",), InputColumns.of(["t"]), True, collate=collate)
+        found = read_rows(rows, ["t"], {"t": "int64"}, inference)
+        valid = None if takes else [True, False, False, True]
+        assert (found.count, None if found.valid is None else found.valid.tolist()) == (
+            4 if takes else 2,
+            valid,
+        )

@@ -59,6 +59,15 @@ def test_numbers_of_any_type_are_kept() -> None:
         )
 
 
+def test_integers_beyond_those_of_doubles_are_kept() -> None:
+    class Ids(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.full((len(x),), 2**53 + 1)
+
+    (found,) = predictor(Ids())([ROWS])
+    assert found.tolist() == [2**53 + 1] * len(ROWS)
+
+
 def test_complex_outputs_are_an_error_instead_of_losing_their_imaginary_parts() -> None:
     class Spectrum(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators.exceptions import DataError
 from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -125,3 +126,14 @@ def test_the_weighted_loss_is_the_weighted_sum_over_rows(weights, seed):
 
 def tensors(outputs, labels):
     return [torch.tensor(array) for array in outputs], [torch.tensor(array) for array in labels]
+
+
+@pytest.mark.parametrize("number", [2.5, float("nan")])
+def test_inputs_that_become_integers_must_be_whole(number):
+    spec = TensorSpec(("kind", "x"), (), dtypes={"kind": "int64"})
+    given = {"kind": np.array([1.0, number]), "x": np.array([0.5, np.nan])}
+    told = f"column_dtypes: .*whole numbers in the column 'kind'.*{number}"
+    with pytest.raises(DataError, match=told):
+        spec.inputs(given)
+    kind, _ = spec.inputs({**given, "kind": np.array([1.0, 4.0])})
+    assert kind.tolist() == [1, 4]
