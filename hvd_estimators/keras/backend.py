@@ -80,7 +80,8 @@ def learning_rates(model: keras.Model) -> list[float]:
     """Return the current learning rates of a model's optimizers, as far as they have one."""
     rates = [getattr(optimizer, "learning_rate", None) for optimizer in rated_optimizers(model)]
     # As text, so that a 32-bit 0.05 becomes 0.05 and not 0.05000000074505806.
-    return [float(str(np.asarray(rate)[()])) for rate in rates if rate is not None]
+    numbers = [keras.ops.convert_to_numpy(rate) for rate in rates if rate is not None]
+    return [float(str(number[()])) for number in numbers]
 
 
 def has_own_compile(model: keras.Model) -> bool:
@@ -114,6 +115,11 @@ def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Laye
     Keras's public API lists only a model's direct layers.
     """
     return list(layer._flatten_layers(include_self=include_self))
+
+
+def torch_layers(model: keras.Model) -> list[Any]:
+    """Return a model's layers that hold a torch module."""
+    return [x for x in all_layers(model) if isinstance(x, keras.layers.TorchModuleWrapper)]
 
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import multiply_no_nan, on_tensorflow, ordered, to_dense
+from hvd_estimators.keras.shard_state import updated_variables
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -375,7 +376,7 @@ class StatisticsAverager:
     def __init__(self, model: keras.Model) -> None:
         self._variables = [
             variable
-            for variable in model.non_trainable_variables
+            for variable in updated_variables(model)
             if keras.backend.is_float_dtype(variable.dtype)
         ]
         self.digests = [array_digest(variable.numpy()) for variable in self._variables]

@@ -62,11 +62,14 @@ class Recipe:
         Keras's config of it; None for a function or class that makes it without arguments.
     objects : mapping
         Name, and registered name, to class or function.
+    excluded : tuple of (re.Pattern or None)
+        For each inner optimizer, the names of variables that do not decay.
     """
 
     maker: Callable[..., Any]
     config: Mapping[str, Any] | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    excluded: tuple[Any, ...] = ()
 
     @staticmethod
     def of(value: Any, custom_objects: Mapping[str, Any] | None = None) -> Recipe:
@@ -92,7 +95,7 @@ class Recipe:
                 _check_config(part)
         with ObjectSharingScope():
             config = value.get_config()
-        return Recipe(type(value), config, {**objects, **(custom_objects or {})})
+        return Recipe(type(value), config, {**objects, **(custom_objects or {})}, _excluded(value))
 
     def make(self) -> Any:
         """Return a new object."""
@@ -105,7 +108,30 @@ class Recipe:
         named = {"module": None, "class_name": _MADE, "registered_name": _MADE, "config": config}
         scope = {**self.objects, _MADE: self.maker}
         with keras.saving.custom_object_scope(scope), ObjectSharingScope():
-            return keras.saving.deserialize_keras_object(named, safe_mode=False)
+            made = keras.saving.deserialize_keras_object(named, safe_mode=False)
+        if any(self.excluded):
+            for optimizer, pattern in zip(inner_optimizers(made), self.excluded, strict=True):
+                vars(optimizer)["_exclude_from_weight_decay_pattern"] = pattern
+        return made
+
+
+def _excluded(value: Any) -> tuple[Any, ...]:
+    """Return what ``exclude_from_weight_decay`` has set, which Keras's configs lack.
+
+    Raises
+    ------
+    UnequalCopyError
+        If variables were given, which copies do not have.
+    """
+    if not isinstance(value, keras.optimizers.Optimizer):
+        return ()
+    parts = [vars(optimizer) for optimizer in inner_optimizers(value)]
+    if any(part.get("_exclude_from_weight_decay") for part in parts):
+        raise UnequalCopyError(
+            "exclude_from_weight_decay(var_list=...) names variables of one model, and the ranks "
+            "train copies of it; give var_names"
+        )
+    return tuple(part.get("_exclude_from_weight_decay_pattern") for part in parts)
 
 
 def _is_made_without_config(kind: type) -> bool:

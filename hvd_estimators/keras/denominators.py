@@ -81,14 +81,22 @@ class LossDenominators:
     def _scaling_losses(self) -> Iterator[None]:
         """Scale all losses that the block calls, also those that a step of the user's makes.
 
-        The class is changed, because Python looks up ``__call__`` there. On TensorFlow, the block
-        runs only while the step is traced.
+        A loss that calls others is a mean over rows, or not, as a whole. The class is changed,
+        because Python looks up ``__call__`` there. On TensorFlow, the block runs only while the
+        step is traced.
         """
         kind: Any = keras.losses.Loss
         original = kind.__call__
+        outer: list[Any] = []
 
         def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            return self._scaled(original, loss, y_true, y_pred, sample_weight)
+            if outer:
+                return original(loss, y_true, y_pred, sample_weight)
+            outer.append(loss)
+            try:
+                return self._scaled(original, loss, y_true, y_pred, sample_weight)
+            finally:
+                outer.clear()
 
         kind.__call__ = call
         try:

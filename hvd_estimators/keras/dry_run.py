@@ -19,6 +19,7 @@ from hvd_estimators.keras.backend import (
     SHAPE_KINDS,
     all_layers,
     has_own_step,
+    torch_layers,
 )
 from hvd_estimators.keras.losses import check_loss
 from hvd_estimators.keras.metrics import check_metrics
@@ -42,7 +43,11 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
     DataError
         If a batch has no rows and the model uses batch normalization.
     """
-    if any(isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)):
+    modules = [module for layer in torch_layers(model) for module in layer.module.modules()]
+    # Without an import of torch, which programs on TensorFlow may lack.
+    is_torchs = any(k.__name__ == "_BatchNorm" for m in modules for k in type(m).__mro__)
+    kerass = keras.layers.BatchNormalization
+    if is_torchs or any(isinstance(layer, kerass) for layer in all_layers(model)):
         data.require_rows_in_batches("Batch normalization")
 
 

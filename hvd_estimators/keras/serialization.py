@@ -110,7 +110,9 @@ class ModelDocument:
         with kept_random_state():
             model = self.build()
             if self.compiled is not None:
-                model.compile(**{**self.compiled, "optimizer": self.compiled["optimizer"].make()})
+                optimizer = self.compiled["optimizer"].make()
+                # Keras has scaled its loss already, if the user wanted it.
+                model.compile(**{**self.compiled, "optimizer": optimizer, "auto_scale_loss": False})
             self.values.assign(model)
             optimizer = model.optimizer if model.compiled else None
             if optimizer is not None and model.trainable_variables and not optimizer.built:

@@ -99,7 +99,9 @@ class KerasSettings(Settings):
         """Return the arguments for compiling the model for training."""
         given: keras.Model = self.model
         compiled = dict(given._compile_config.config) if given.compiled else {}
-        compiled.pop("optimizer", None)
+        if compiled.pop("optimizer", None) is not None and self.optimizer is None:
+            # Keras has scaled the loss of this optimizer already, if the user wanted it.
+            compiled["auto_scale_loss"] = False
         params = {
             name: self.get(name) for name in ("loss", "loss_weights") if self.get(name) is not None
         }

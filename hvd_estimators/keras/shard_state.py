@@ -11,7 +11,7 @@ import numpy as np
 # There is no public access to the generator that keras.random uses when no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
-from hvd_estimators.keras.backend import all_layers, on_tensorflow
+from hvd_estimators.keras.backend import all_layers, on_tensorflow, torch_layers
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
 
@@ -70,6 +70,7 @@ class RandomStreams(HostStreams):
             **super().capture(),
             "keras": [state.numpy() for state, _ in self._states],
             **({} if on_tensorflow() else {"torch": torch.get_rng_state().numpy()}),
+            **({"cuda": torch.cuda.get_rng_state().numpy()} if _draws_on_cuda() else {}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -79,6 +80,13 @@ class RandomStreams(HostStreams):
             variable.assign(value)
         if not on_tensorflow():
             torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
+        if "cuda" in state and _draws_on_cuda():
+            torch.cuda.set_rng_state(torch.from_numpy(np.array(state["cuda"])))
+
+
+def _draws_on_cuda() -> bool:
+    """Return whether layers may draw from the generator of a GPU."""
+    return not on_tensorflow() and torch.cuda.is_initialized()
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -106,6 +114,51 @@ def _mixed(own: int, given: list[int]) -> list[int]:
     return [int(number) >> 1, 0]
 
 
+class TorchBuffer:
+    """Buffer of a torch module in a layer, such as a running mean: no variable of Keras.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module that has the buffer.
+    name : str
+        The buffer's name in the module.
+    """
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._module, self._name = module, name
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type, as Keras spells it."""
+        return str(getattr(self._module, self._name).dtype).removeprefix("torch.")
+
+    def numpy(self) -> Any:
+        """Return a copy of the value."""
+        return np.array(getattr(self._module, self._name).detach().cpu())
+
+    def assign(self, value: Any) -> None:
+        """Set the value."""
+        getattr(self._module, self._name).copy_(torch.as_tensor(value))
+
+
+def torch_buffers(model: keras.Model) -> list[TorchBuffer]:
+    """Return the buffers of the torch modules in a model's layers that are trained."""
+    layers = [layer for layer in torch_layers(model) if layer.trainable]
+    found = {
+        id(buffer): TorchBuffer(module, name)
+        for layer in layers
+        for module in layer.module.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    return [*found.values()]
+
+
+def updated_variables(model: keras.Model) -> list[Any]:
+    """Return what layers may update in training: variables, and buffers of torch modules."""
+    return [*model.non_trainable_variables, *torch_buffers(model)]
+
+
 class VariableState:
     """Variables that layers update in training, such as statistics of batch normalization.
 
@@ -131,9 +184,7 @@ class VariableState:
             for variable in layer.variables
         }
         self.variables = [
-            variable
-            for variable in model.non_trainable_variables
-            if id(variable) not in seeds | frozen
+            variable for variable in updated_variables(model) if id(variable) not in seeds | frozen
         ]
 
     def capture(self) -> list[Any]:

@@ -21,6 +21,7 @@ from hvd_estimators.keras.backend import (
     snapshot,
 )
 from hvd_estimators.keras.outputs import symbolic
+from hvd_estimators.keras.shard_state import torch_buffers
 from hvd_estimators.training.row_weights import check_rank
 
 ops: Any = keras.ops
@@ -207,7 +208,8 @@ def class_weights(labels: Any, weights: Mapping[int, float]) -> Any:
 @contextlib.contextmanager
 def kept_variables(model: keras.Model) -> Iterator[None]:
     """Restore a built model's variables after the block: layers may count calls or draw numbers."""
-    values = [(v, snapshot(v.value)) for v in model.variables] if model.built else []
+    values: list[Any] = [(v, snapshot(v.value)) for v in model.variables] if model.built else []
+    values += [(buffer, buffer.numpy()) for buffer in torch_buffers(model)]
     try:
         yield
     finally:

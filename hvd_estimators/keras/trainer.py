@@ -263,7 +263,8 @@ class _Trainer:
         elif self.denominators.may_be_empty:
             build_metrics(model, datasets.batch)
         chosen: list[Any] = [MetricAverageCallback()]
-        chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
+        is_resumed = self.restored is not None
+        chosen += for_rank(spec.callbacks, self.rank, self.logs.path, is_resumed=is_resumed)
         if self.best_model is not None:
             chosen.append(spec.checkpoint_callback)
         callbacks = RankCallbacks(

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.keras.backend import is_keras, model_optimizers
+from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.training.run_state import encode, is_encodable
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,19 @@ _SET_BY_KERAS = tuple(vars(keras.callbacks.Callback()))
 _SET_IN_TRAINING = ("append_header", "min_delta")
 """Attributes that Keras's callbacks set from the others in each part of a run."""
 
+_SETTING = (
+    *(keras.callbacks.CSVLogger, keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint),
+    keras.callbacks.ReduceLROnPlateau,
+)
+"""The callbacks that do this, and classes derived from them."""
+
 
 def for_rank(
-    callbacks: Sequence[keras.callbacks.Callback], rank: int, logs_path: str | None
+    callbacks: Sequence[keras.callbacks.Callback],
+    rank: int,
+    logs_path: str | None,
+    *,
+    is_resumed: bool = False,
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks that run on a rank.
 
@@ -50,6 +60,8 @@ def for_rank(
         The rank.
     logs_path : str or None
         Local directory of the run's logs.
+    is_resumed : bool
+        Whether the run has epochs, whose rows a CSVLogger keeps.
     """
     chosen = []
     for callback in callbacks:
@@ -60,6 +72,7 @@ def for_rank(
                 callback.log_dir = logs_path
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.filename = _below_logs(callback.filename, logs_path)
+                callback.append = callback.append or is_resumed
             if isinstance(callback, keras.callbacks.ModelCheckpoint):
                 callback.filepath = _below_logs(callback.filepath, logs_path)
         chosen.append(callback)
@@ -231,7 +244,7 @@ def callback_state(callback: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         Return value of `given_arguments` before training.
     """
     left_out = _SET_BY_KERAS
-    if is_keras(type(callback).on_epoch_end):
+    if isinstance(callback, _SETTING):
         left_out = (*left_out, *_SET_IN_TRAINING)
     # Other kinds of dicts would come back as plain ones.
     return {

@@ -12,13 +12,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 from exactness import write_all
 from keras_exactness import CELLS, check
 from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
 from parquet_files import write_columns
 from pyspark.sql import SparkSession
 from rank_pool import end_shared_ranks, shared_ranks
-from reference import global_batches, write_rows
+from reference import WIDTH, global_batches, write_rows
 from resuming import kept_checkpoints
 from tracked_buffers import BATCH, EPOCHS, ROWS, KerasTracking, expected_buffers
 
@@ -90,6 +91,41 @@ def steps_validation_and_saving(store: Any) -> None:
         predict = load_predictor(f"{folder}/model")
         found = predict({"features": held_out["features"]})["label__output"]
         np.testing.assert_allclose(np.ravel(found) - held_out["label"], errors, rtol=1e-5)
+
+
+def wrapped() -> keras.Model:
+    torch.manual_seed(3)
+    body = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+    )
+    return keras.Sequential([keras.Input((WIDTH,)), keras.layers.TorchModuleWrapper(body)])
+
+
+@case
+def statistics_of_torch_modules(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    held_out = write_rows(Path(store.get_val_data_path()), 9, seed=1)
+    given = {"model": wrapped, "validation": 0.5, "batch_size": 16, "epochs": 1}
+    fitted = make_estimator(
+        store, 2, backend=shared_ranks(2, "keras"), optimizer=keras.optimizers.SGD(0.0), **given
+    ).fit_on_parquet()
+    found = fitted.getModel()
+    # With a rate of zero, only the statistics change, on each rank by the batches of its rows.
+    statistics = []
+    for rows in (slice(0, 32), slice(32, 64)):
+        (layer,) = wrapped().layers
+        module = layer.module.train()
+        for half in (slice(0, 16), slice(16, 32)):
+            module(torch.from_numpy(columns["features"][rows][half]))
+        statistics.append(module[1].running_mean.numpy())
+    (layer,) = found.layers
+    mean = layer.module[1].running_mean.detach().cpu().numpy()
+    np.testing.assert_allclose(mean, np.mean(statistics, axis=0), rtol=1e-5)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(mean, statistics[0], rtol=1e-3)
+    errors = found.predict(held_out["features"], verbose=0)[:, 0] - held_out["label"]
+    loss = fitted.getHistory()["val_loss"][-1]
+    np.testing.assert_allclose(loss, (errors**2).mean(), rtol=1e-5)
 
 
 def over_horovod(store: Any) -> None:
@@ -167,7 +203,7 @@ if __name__ == "__main__":
     try:
         for name in sys.argv[1:] or CASES:
             with tempfile.TemporaryDirectory() as folder:
-                CASES.get(name, over_horovod)(LocalStore(folder))
+                {**CASES, over_horovod.__name__: over_horovod}[name](LocalStore(folder))
             print("passed", name, flush=True)
     finally:
         # This program would wait for them.

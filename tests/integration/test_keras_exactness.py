@@ -25,6 +25,7 @@ from sklearn.metrics import f1_score, precision_score
 from variants import others_in_soak
 
 from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
 
@@ -296,3 +297,47 @@ def test_stateful_metrics_match_one_process_and_scikit_learn(store: Any, is_comp
         assert history[f"{stage}f1"] == [pytest.approx(f1_score(label, guess), rel=1e-5)]
         precision = pytest.approx(precision_score(label, guess), rel=1e-5)
         assert history[f"{stage}precision"] == [precision]
+
+
+@keras.saving.register_keras_serializable("tests")
+class PerRow(keras.losses.Loss):
+    """Mean over the rows, made of a sum that another loss computes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.total = keras.losses.MeanSquaredError(reduction="sum")
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        rows = keras.ops.cast(keras.ops.shape(y_pred)[0], "float32")
+        return self.total(y_true, y_pred) / rows
+
+
+@pytest.mark.parametrize("collectives", others_in_soak("torch", "horovod"))
+def test_a_loss_that_calls_another_one_is_weighted_once(store: Any, collectives: str) -> None:
+    # The last batches of the ranks differ in their rows.
+    columns = write_rows(Path(store.get_train_data_path()), 37)
+    given = {"batch_size": 8, "loss": PerRow(), "collectives": collectives}
+    fitted = pooled_estimator(store, 2, **given).fit_on_parquet()
+    expected = train_alone(columns, global_batches(37, 2, 8), OPTIMIZERS["sgd"](), 1)
+    assert_same_weights(fitted.getModel(), expected)
+
+
+def test_what_an_optimizer_does_not_decay_stays_so(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+
+    def optimizer() -> keras.optimizers.Optimizer:
+        made = keras.optimizers.AdamW(0.01, weight_decay=5.0)
+        made.exclude_from_weight_decay(var_names=["bias"])
+        return made
+
+    fitted = pooled_estimator(store, 2, batch_size=8, optimizer=optimizer()).fit_on_parquet()
+    batches = global_batches(64, 2, 8)
+    assert_same_weights(fitted.getModel(), train_alone(columns, batches, optimizer(), 1))
+    decayed = train_alone(columns, batches, keras.optimizers.AdamW(0.01, weight_decay=5.0), 1)
+    with pytest.raises(AssertionError):
+        assert_same_weights(fitted.getModel(), decayed)
+    net = make_net()
+    given = optimizer()
+    given.exclude_from_weight_decay(var_list=net.trainable_variables[:1])
+    with pytest.raises(ParamError, match=r"optimizer: .*var_list=.*give var_names"):
+        pooled_estimator(store, 2, model=net, optimizer=given).fit_on_parquet()

@@ -212,3 +212,26 @@ def test_callbacks_broadcast_average_and_warm_up() -> None:
         "Epoch 3: learning rate set to 0.02.",
     ]
     assert second["printed"] == [""]
+
+
+def test_a_model_that_the_first_batch_builds_is_broadcast_after_it() -> None:
+    def run() -> Any:
+        import horovod.tensorflow as hvd
+        import keras
+        import numpy as np
+
+        from hvd_estimators.keras import BroadcastCallback, DistributedOptimizer
+
+        hvd.init()
+        keras.utils.set_random_seed(hvd.rank())
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        rows = np.random.default_rng(hvd.rank()).normal(size=(20, 2)).astype(np.float32)
+        given = {"batch_size": 10, "verbose": 0, "callbacks": [BroadcastCallback()]}
+        model.fit(rows, rows.sum(axis=1, keepdims=True), **given)
+        return [weight.numpy() for weight in model.weights]
+
+    first, second = on_ranks(run)
+    assert len(first) == 4
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -268,3 +268,24 @@ def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
     for params, message in cases:
         with pytest.raises(ParamError, match=message):
             Fit(KerasEstimator(**common, **params)).settings.compile_settings()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_loss_of_a_compiled_optimizer_is_scaled_as_the_user_said(scales: bool) -> None:
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model, other = (
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]) for _ in range(2)
+        )
+        model.compile(keras.optimizers.Adam(0.1), "mse", auto_scale_loss=scales)
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=6, verbose=0)
+        given = {"model": model, "feature_cols": ["x"], "label_cols": ["y"]}
+        Fit(KerasEstimator(**given)).settings.compile_settings().apply(other, None)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert type(other.optimizer) is type(model.optimizer)
+    for found, expected in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    kind = "LossScaleOptimizer" if scales else "Adam"
+    assert type(other.optimizer).__name__ == kind

@@ -176,3 +176,33 @@ def test_only_rank_0_reports_metrics(
         "epoch 1 ends: loss=-0.3625",
     ]
     assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
+
+
+def test_a_csv_log_keeps_the_epochs_before_a_resume(tmp_path: Path) -> None:
+    for epoch in range(2):
+        given = [keras.callbacks.CSVLogger("log.csv")]
+        logs = for_rank(given, 0, str(tmp_path), is_resumed=epoch > 0)
+        more = {"initial_epoch": epoch, "epochs": epoch + 1, "callbacks": logs}
+        linear(keras.optimizers.SGD(0.1)).fit(ROWS, ROWS, verbose=0, **more)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1"]
+
+
+class Telling(keras.callbacks.ReduceLROnPlateau):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+
+
+def test_a_resumed_callback_compares_with_its_own_margin() -> None:
+    first, second = (Telling(monitor="loss", min_delta=0.5, patience=9) for _ in range(2))
+    found = []
+    for callback, losses in ((first, [1.0, 0.9]), (second, [0.8, 0.4])):
+        callback.set_model(linear(keras.optimizers.SGD(0.1)))
+        callback.on_train_begin()
+        if callback is second:
+            restore_callback(second, callback_state(first, {}))
+        for epoch, loss in enumerate(losses):
+            callback.on_epoch_end(epoch, {"loss": loss})
+            found.append((callback.best, callback.wait))
+    # Only the last loss is better by half.
+    assert found == [(1.0, 0), (1.0, 1), (1.0, 2), (0.4, 0)]
