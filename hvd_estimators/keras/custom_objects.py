@@ -116,7 +116,7 @@ class Recipe:
 
 
 def _excluded(value: Any) -> tuple[Any, ...]:
-    """Return what ``exclude_from_weight_decay`` has set, which Keras's configs lack.
+    """Return the patterns of ``exclude_from_weight_decay``, which Keras's configs lack.
 
     Raises
     ------

@@ -43,9 +43,8 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
     DataError
         If a batch has no rows and the model uses batch normalization.
     """
-    modules = [module for layer in torch_layers(model) for module in layer.module.modules()]
-    # Without an import of torch, which programs on TensorFlow may lack.
-    is_torchs = any(k.__name__ == "_BatchNorm" for m in modules for k in type(m).__mro__)
+    buffers = (name for layer in torch_layers(model) for name, _ in layer.module.named_buffers())
+    is_torchs = any(name.endswith("running_mean") for name in buffers)
     kerass = keras.layers.BatchNormalization
     if is_torchs or any(isinstance(layer, kerass) for layer in all_layers(model)):
         data.require_rows_in_batches("Batch normalization")

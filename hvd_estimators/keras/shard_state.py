@@ -155,7 +155,7 @@ def torch_buffers(model: keras.Model) -> list[TorchBuffer]:
 
 
 def updated_variables(model: keras.Model) -> list[Any]:
-    """Return what layers may update in training: variables, and buffers of torch modules."""
+    """Return the variables, and buffers of torch modules, that layers may update in training."""
     return [*model.non_trainable_variables, *torch_buffers(model)]
 
 

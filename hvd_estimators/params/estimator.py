@@ -359,7 +359,10 @@ class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
         convert=boolean,
     )
     partitions_per_process = param(
-        "Maximum number of written Parquet files per rank.", default=10, convert=integer(1)
+        "Maximum number of written Parquet files per rank; one for each partition if rows are not "
+        "shuffled when written.",
+        default=10,
+        convert=integer(1),
     )
     compress_sparse_cols = param(
         "Whether vectors are written as indices and values of their nonzero elements.",

@@ -96,6 +96,11 @@ TABLE = (
     ),
     Private(
         "keras.Optimizer",
+        "_exclude_from_weight_decay _exclude_from_weight_decay_pattern",
+        "A copy gets the exclusions, which configs lack.",
+    ),
+    Private(
+        "keras.Optimizer",
         "_trainable_variables",
         "These are the variables that a wrapped optimizer was built for.",
     ),
