@@ -22,7 +22,13 @@ from pyspark.sql import types as T
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ResultsError
-from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
+from hvd_estimators.inference.batch import (
+    BatchPredictor,
+    Predictor,
+    is_scalar,
+    known_sizes,
+    labels_of,
+)
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.classification import (
     ClassScores,
@@ -426,9 +432,9 @@ class HorovodModel(Model, ModelSignatures, Saved):
         inference = self._inference(dataset)
         outputs = self._udf_outputs(inference)
         items = sum(math.prod(known_sizes(output.shape)) for output in outputs)
-        # A transformation's further columns, such as labels, may hold nulls.
-        needed = inference.features.columns
-        dataset, padded, given = self._with_arguments(dataset, inference.columns, needed, items)
+        dataset, padded, given = self._with_arguments(
+            dataset, inference.columns, inference.needed, items
+        )
         if padded is None and has_arrow_udfs():
             dataset = as_rows(dataset)
         arguments = packed(given)
@@ -579,7 +585,9 @@ class HorovodModel(Model, ModelSignatures, Saved):
             transformation = self._make_transformation(inputs.columns, self._text_features())
         available = [] if dataset is None else dataset.columns
         metadata = self._get_metadata() or {}
-        made = BatchPredictor.of(inputs, transformation, metadata, available)
+        made = BatchPredictor.of(
+            inputs, transformation, metadata, available, labels_of(self.getOrDefault)
+        )
         return replace(made, collate=self._collate())
 
     def _collate(self) -> Collate | None:

@@ -123,10 +123,8 @@ def check_array(name: str, array: npt.NDArray[Any], target: str) -> None:
     Raises
     ------
     DataError
-        If a number would lose digits or its fraction, or become infinite, or NaN an integer.
+        If a number would lose digits, or become infinite.
     """
-    if array.dtype.kind == "f" and target.removeprefix("u").startswith("int"):
-        _raise_first(name, array[~np.isfinite(array) | (np.trunc(array) != array)], target, array)
     allowed = limits(array.dtype.name, target) if array.dtype.kind in "iuf" else None
     # NaN is neither less nor greater.
     if (
@@ -146,11 +144,6 @@ def check_array(name: str, array: npt.NDArray[Any], target: str) -> None:
         # Some integers beyond the limit are held. Python compares them to floats exactly.
         with np.errstate(over="ignore"):
             wrong = wrong[wrong.astype(target).astype(object) != wrong.astype(object)]
-    _raise_first(name, wrong, target, array)
-
-
-def _raise_first(name: str, wrong: npt.NDArray[Any], target: str, array: npt.NDArray[Any]) -> None:
-    """Raise the error about the first of the numbers that a type does not hold, if any."""
     if wrong.size:
         wanted = "float64" if array.dtype.kind == "f" else "int64"
         raise DataError(

@@ -186,6 +186,9 @@ class BatchPredictor:
         Column to its NumPy type in training: in the transformation, or of floats.
     collate : Collate or None
         Makes the predictor's batches of rows; the only column is then `ROWS`.
+    labels : frozenset of str
+        Labels and weights of training among the columns. Rows to predict on may lack them in part,
+        and most transformations do not need them.
     """
 
     columns: tuple[str, ...]
@@ -197,6 +200,7 @@ class BatchPredictor:
     transformation: Transformation | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     collate: Collate | None = None
+    labels: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -205,6 +209,7 @@ class BatchPredictor:
         transformation: Transformation | None,
         metadata: Mapping[str, Mapping[str, Any]],
         available: Collection[str] | None = None,
+        labels: Collection[str | None] = (),
     ) -> BatchPredictor:
         """Return a predictor whose batches have the columns that the features are made of.
 
@@ -218,6 +223,8 @@ class BatchPredictor:
             Metadata of the training's columns, which the transformation may use.
         available : collection of str, optional
             The columns that exist besides the features. Default: all of ``metadata``.
+        labels : collection of str or None
+            Labels and weights of training.
         """
         names = features.columns
         dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
@@ -231,8 +238,17 @@ class BatchPredictor:
             if name not in names and (available is None or name in available)
         ]
         return cls(
-            (*names, *further_columns), features, transformation=transformation, dtypes=dtypes
+            (*names, *further_columns),
+            features,
+            transformation=transformation,
+            dtypes=dtypes,
+            labels=frozenset(name for name in further_columns if name in labels),
         )
+
+    @property
+    def needed(self) -> list[str]:
+        """Columns in which a null is a null of the row."""
+        return [name for name in self.columns if name not in self.labels]
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -265,17 +281,11 @@ class BatchPredictor:
     def _without_null_labels(
         self, columns: Sequence[pa.Array], is_row: Array | None
     ) -> tuple[list[str], list[pa.Array]]:
-        """Return the columns and their names, without the transformation's own that hold nulls.
-
-        Rows to predict on may have labels in part, which most transformations do not need.
-        """
-        if self.transformation is None:
-            return list(self.columns), list(columns)
-        needed = set(self.features.columns)
+        """Return the columns and their names, without labels that hold nulls."""
         kept = [
             (name, column)
             for name, column in zip(self.columns, columns, strict=True)
-            if name in needed or has_all(column, is_row)
+            if name not in self.labels or has_all(column, is_row)
         ]
         return [name for name, _ in kept], [column for _, column in kept]
 
@@ -350,11 +360,8 @@ class BatchPredictor:
         return self._stacked(transformed, predictor)
 
     def _typed(self, columns: dict[str, Array]) -> dict[str, Array]:
-        """Return columns in the types that they had in training.
-
-        The transformation's own columns are left out if they hold other values, as with nulls.
-        """
-        typed, needed = {}, set(self.features.columns)
+        """Return columns in the types that they had in training, without labels of other values."""
+        typed = {}
         for name, array in columns.items():
             target = self.dtypes.get(name)
             if target is None or (self.transformation is None and array.dtype.kind not in "biu"):
@@ -363,7 +370,7 @@ class BatchPredictor:
             try:
                 typed[name] = _as_type(name, array, target)
             except DataError:
-                if name in needed:
+                if name not in self.labels:
                     raise
         return typed
 
@@ -402,15 +409,23 @@ def _as_type(name: str, array: Array, target: str) -> Array:
     """Return a column in another type, with the same values."""
     if array.dtype.name == target:
         return array
+    remedy = "Cast or round the column to the type that it had in training."
+    if array.dtype.kind == "f" and np.dtype(target).kind in "iu":
+        wrong = array[~np.isfinite(array) | (np.trunc(array) != array)]
+        if wrong.size:
+            told = f"Column {name!r} holds {wrong[0]}, and training had {target}."
+            raise DataError(told, column=name, remedy=remedy)
     check_array(name, array, target)
     try:
         return array.astype(target)
     except ValueError as error:
-        raise DataError(
-            f"Column {name!r} holds {array.dtype.name}, and training had {target} ({error}).",
-            column=name,
-            remedy="Cast the column to the type that it had in training.",
-        ) from error
+        told = f"Column {name!r} holds {array.dtype.name}, and training had {target} ({error})."
+        raise DataError(told, column=name, remedy=remedy) from error
+
+
+def labels_of(get: Callable[[str], Any]) -> list[str | None]:
+    """Return the labels and the weight of a model's training, from its params."""
+    return [*(get("label_columns") or ()), get("sample_weight_col")]
 
 
 def _collated(collate: Collate, rows: Any) -> Any:

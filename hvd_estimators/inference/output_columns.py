@@ -169,8 +169,8 @@ def as_doubles(values: Array, name: str) -> Array:
         wrong = values[values.astype(object) != doubles.astype(object)]
         if wrong.size:
             raise PredictionError(
-                f"{name} is {wrong[0]}, which type double cannot hold. Set a type of 'bigint' in "
-                "output_types."
+                f"{name} is {wrong[0]}, which type double cannot hold. Set 'bigint' (or "
+                "'array<bigint>' for arrays) in output_types."
             )
     return doubles
 

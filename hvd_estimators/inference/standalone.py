@@ -22,6 +22,7 @@ from hvd_estimators.inference.batch import (
     BatchPredictor,
     Predictor,
     Resources,
+    labels_of,
 )
 from hvd_estimators.inference.classification import class_columns, class_scores, resolve_kind
 from hvd_estimators.inference.errors import naming_transformation
@@ -112,7 +113,7 @@ class SavedPredictor:
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
         self._inference = replace(
-            BatchPredictor.of(inputs, transformation, metadata),
+            BatchPredictor.of(inputs, transformation, metadata, labels=labels_of(get)),
             collate=make_collate(get, inputs),
             keeps_nulls=self._on_nulls != "error",
         )
@@ -204,6 +205,7 @@ class SavedPredictor:
                 self.feature_columns,
                 self.optional_columns,
                 self._text,
+                labels=self._inference.labels,
                 keeps_nulls=self._on_nulls != "error",
             )
 

@@ -80,6 +80,7 @@ def read_table(
     optional: Sequence[str],
     text: Collection[str] | None,
     *,
+    labels: Collection[str] = (),
     keeps_nulls: bool = True,
 ) -> InputTable:
     """Return rows as arrays.
@@ -94,6 +95,8 @@ def read_table(
         Columns that are read if they exist.
     text : collection of str, or None
         Columns that may be text; None for all columns.
+    labels : collection of str
+        Optional columns that are left out if they hold nulls.
     keeps_nulls : bool
         Whether rows may hold nulls.
 
@@ -108,8 +111,7 @@ def read_table(
         ``keeps_nulls``.
     """
     columns, to_result = read_columns(given, features, optional)
-    # As in `transform`: rows may have labels in part.
-    columns = {n: column for n, column in columns.items() if n in features or has_all(column)}
+    columns = {n: column for n, column in columns.items() if n not in labels or has_all(column)}
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)

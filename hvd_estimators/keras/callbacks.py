@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import all_layers, model_optimizers
+from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables, current, exchange
 from hvd_estimators.keras.gradients import is_distributed
 from hvd_estimators.keras.metrics import as_logs, capture_metrics, merge_captured, results
@@ -86,7 +86,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self._root_rank = root_rank
-        self._is_done = False
+        self._sent = 0
 
     def set_model(self, model: keras.Model) -> None:
         """Set the model and turn off ``jit_compile``, before its training function is created."""
@@ -94,7 +94,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         turn_off_jit_compile(model)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast the state, if model and optimizer are built."""
+        """Broadcast the state that exists; the first batch may build more."""
         optimizer = self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", None)
         if inner is not None and is_distributed(inner):
@@ -104,17 +104,20 @@ class BroadcastCallback(keras.callbacks.Callback):
                 "mixed_float16 models). Compile with "
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
             )
-        self._is_done = all(layer.built for layer in all_layers(self.model))
-        if self._is_done:
+        self._broadcast()
+
+    # Keras would wait for the logs of each batch if it called a method at the batch's end.
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Broadcast the state once more if a batch has built a part of the model."""
+        if len(self.model.variables) > self._sent:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast the state after the first batch, if that has built the model."""
-        if not self._is_done:
-            self._is_done = True
-            self._broadcast()
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Do the same after an epoch of one batch."""
+        self.on_train_batch_begin(0)
 
     def _broadcast(self) -> None:
+        self._sent = len(self.model.variables)
         states = [v for each in model_optimizers(self.model) for v in each.variables]
         broadcast_variables([*self.model.variables, *states], self._root_rank)
         split_seed_states(self.model, current().rank)

@@ -135,7 +135,8 @@ class TorchBuffer:
 
     def numpy(self) -> Any:
         """Return a copy of the value."""
-        return np.array(getattr(self._module, self._name).detach().cpu())
+        tensor = getattr(self._module, self._name).detach().cpu()
+        return np.array(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
     def assign(self, value: Any) -> None:
         """Set the value."""

@@ -151,7 +151,7 @@ class RunCheckpoint(Callback):
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None
-        # The checkpoint after the last epoch, if other hooks follow that may replace weights.
+        # The checkpoint after the last epoch, on rank 0, if hooks follow that may replace weights.
         self._ended: tuple[RunState, dict[str, Any]] | None = None
         # Parts of a loaded checkpoint, until they are restored.
         self._loaded: dict[str, Any] = {}
@@ -263,10 +263,13 @@ class RunCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what a longer run uses, before other hooks change it."""
         self._gradients = _averager(trainer).unused_gradients()
-        if not self.is_sharded and _may_replace_weights(trainer):
+        is_saved = self.spec.run.checkpoints_path is not None
+        if is_saved and not self.is_sharded and _may_replace_weights(trainer):
             checkpoint = _after_epoch(self._checkpoint(trainer))
             state, _ = self._gather(checkpoint, stopped=trainer.should_stop)
-            tensors = {n: snapshot(v) for n, v in checkpoint.items() if n in _TENSORS}
+            tensors = {}
+            if self.shards.rank == 0:
+                tensors = {n: snapshot(v) for n, v in checkpoint.items() if n in _TENSORS}
             self._ended = state, {**checkpoint, **tensors}
 
     def save_last(self, trainer: Trainer, *, stopped: bool) -> None:
@@ -283,7 +286,9 @@ class RunCheckpoint(Callback):
             self.save(trainer, stopped=stopped)
             return
         self.logs.sync()
-        state, checkpoint = self._ended
+        (state, checkpoint), self._ended = self._ended, None
+        if self.shards.rank != 0:
+            return
         before = checkpoint.get("current_model_state", checkpoint["state_dict"])
         after = snapshot(trainer.lightning_module.state_dict())
         checkpoint[_RETURNED] = {

@@ -285,9 +285,8 @@ class TensorSpec:
             return Inputs(self._on_device(self._split(columns)[0], device))
         inputs = self._tensors(columns, self.feature_cols, self.input_shapes, device)
         for name, tensor in zip(self.feature_cols, inputs, strict=True):
-            _check_whole(
-                name, columns[name], tensor, "column_dtypes", "the model takes as integers"
-            )
+            remedy, taken = "Round the column, or name another type.", "the model takes as integers"
+            _check_whole(name, columns[name], tensor, "column_dtypes", taken, remedy)
         return inputs
 
     def batch(self, columns: AnyColumns, device: torch.device | str = "cpu") -> Batch:
@@ -319,9 +318,9 @@ class TensorSpec:
         else:
             labels = self._tensors(columns, self.label_cols, self.label_shapes, device)
         for name, label in zip(self.label_cols, labels, strict=True):
-            _check_whole(
-                name, columns[name], label, "label_cols", "the loss takes as class numbers"
-            )
+            remedy = "Index the classes, with pyspark.ml.feature.StringIndexer for example."
+            taken = "the loss takes as class numbers"
+            _check_whole(name, columns[name], label, "label_cols", taken, remedy)
         return labels
 
     def _split(
@@ -505,7 +504,12 @@ def _tensor(
 
 
 def _check_whole(
-    name: str, column: Array | torch.Tensor, made: torch.Tensor, param: str, taken: str
+    name: str,
+    column: Array | torch.Tensor,
+    made: torch.Tensor,
+    param: str,
+    taken: str,
+    remedy: str,
 ) -> None:
     """Check that numbers of a column which became integers were whole."""
     # A check on a GPU would wait for the GPU in each step.
@@ -519,8 +523,7 @@ def _check_whole(
     if wrong.any():
         raise DataError(
             f"expected whole numbers in the column {name!r}, which {taken}, found "
-            f"{flat[wrong][0].item():g}. Index the classes, with "
-            "pyspark.ml.feature.StringIndexer for example.",
+            f"{flat[wrong][0].item():g}. {remedy}",
             param=param,
             column=name,
         )

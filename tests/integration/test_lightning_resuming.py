@@ -19,6 +19,8 @@ from saved_checkpoints import read_state
 from test_resuming import assert_equal_bits
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
+from hvd_estimators.store import LocalStore
+
 pytestmark = pytest.mark.integration
 
 
@@ -310,6 +312,16 @@ def test_a_longer_run_resumes_from_the_weights_that_trained_not_from_their_avera
     assert any(not torch.equal(value, trained[name]) for name, value in short.items())
     assert_equal_bits(run("one", 2), short)
     assert_equal_bits(run("one", 4), run("whole", 4))
+
+
+def test_hooks_at_the_end_run_without_saved_runs(backend: Any, tmp_path: Path) -> None:
+    found = []
+    for name, saves in (("saved", True), ("not", False)):
+        store = LocalStore(str(tmp_path / name), save_runs=saves)
+        write_rows(Path(store.get_train_data_path()), 107)
+        model = fit(backend, store, model=Halving(), callbacks=[EMAWeightAveraging()], epochs=1)
+        found.append(model.getModel().state_dict())
+    assert_equal_bits(*found)
 
 
 class Spoilt(Logging):

@@ -125,6 +125,12 @@ def test_rows_without_a_label_are_predicted_in_all_ways(
     found = [row["y__output"] for row in model.transform(frame).collect()]
     assert None not in found
     assert found[0] != found[1]
+    # A column that only the transformation needs has nulls of rows, too.
+    with_null = frame.union(spark.createDataFrame([(None, 1.0, 0.0)], frame.schema))
+    for on_nulls, more in (("keep", [None]), ("skip", [])):
+        model.setHandleInvalid(on_nulls)
+        rows = [row["y__output"] for row in model.transform(with_null).collect()]
+        assert rows == [*found, *more]
     for on_nulls in ("skip", "error"):
         model.setHandleInvalid(on_nulls)
         assert [row["y__output"] for row in model.transform(frame).collect()] == found

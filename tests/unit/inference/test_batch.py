@@ -151,9 +151,8 @@ def test_labels_that_are_null_in_part_are_left_out_of_a_transformation() -> None
 
     transformation: Any = double
     metadata = {name: {"dtype": "float64"} for name in ("x", "label")}
-    inference = replace(
-        BatchPredictor.of(InputColumns.of(["x"]), transformation, metadata), keeps_nulls=True
-    )
+    made = BatchPredictor.of(InputColumns.of(["x"]), transformation, metadata, labels=["label"])
+    inference = replace(made, keeps_nulls=True)
     x, labels = pa.array([1.0, 2.0, None]), pa.array([5.0, None, 6.0])
     for label, expected in ((labels, {"x"}), (pa.array([5.0, 6.0, 7.0]), {"x", "label"})):
         arrays, valid = inference.read([x, label])
@@ -166,7 +165,8 @@ def test_labels_that_are_null_in_part_are_left_out_of_a_transformation() -> None
 
 def transforming() -> BatchPredictor:
     metadata = {"x": {"dtype": "int32"}, "y": {"dtype": "int64"}}
-    return BatchPredictor.of(InputColumns.of(["x"]), lambda columns: columns, metadata)
+    features = InputColumns.of(["x"])
+    return BatchPredictor.of(features, lambda columns: columns, metadata, labels=["y", None])
 
 
 @pytest.mark.parametrize(

@@ -289,11 +289,13 @@ def test_missing_text_of_pandas_is_none_for_a_collate_function() -> None:
     np.testing.assert_array_equal([row["x"] for row in given.to_rows()], [1.0, 2.0, NAN])
 
 
-def test_optional_columns_with_nulls_are_left_out() -> None:
+def test_labels_with_nulls_are_left_out() -> None:
     rows = [{"x": 1.0, "y": 0.0}, {"x": 2.0}]
     for keeps in (True, False):
-        found = read_table(rows, ["x"], ["y"], (), keeps_nulls=keeps)
+        found = read_table(rows, ["x"], ["y"], (), labels=["y"], keeps_nulls=keeps)
         assert (found.count, found.valid, list(found.columns)) == (2, None, ["x"])
+    found = read_table(rows, ["x"], ["y"], ())
+    assert (found.count, list(found.columns)) == (1, ["x", "y"])
     found = read_table([{**row, "y": 1.0} for row in rows], ["x"], ["y"], ())
     assert list(found.columns) == ["x", "y"]
 
