@@ -296,13 +296,13 @@ def _frame(
     if shuffle is not None:
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
-        if not in_order and shuffle is None:
-            drawn.append(F.col("given"))
+        is_restored = not in_order and shuffle is None
+        if is_restored:
             frame = frame.withColumn("given", F.monotonically_increasing_id())
         if not in_order:
             frame = frame.sortWithinPartitions(F.expr(_hash(hashed)))
-        frame = frame.select(*numbers, *drawn)
-        if not in_order and shuffle is None:
+        frame = frame.select("*", *drawn)
+        if is_restored:
             frame = frame.sortWithinPartitions("given").drop("given")
     observations = [Observation()]
     if measures:

@@ -62,7 +62,7 @@ class TorchEvaluator:
 
     def input_dtype(self, name: str, stored: str) -> str:
         """Return the type of an input, see `FrameworkPredictor.input_dtype`."""
-        return str(self._tensors.dtypes.get(name, "float32"))
+        return self._tensors.dtype_name(name)
 
     def _evaluate(self, columns: AnyColumns) -> Any:
         with contextlib.ExitStack() as stack:

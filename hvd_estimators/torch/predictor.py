@@ -203,7 +203,7 @@ class TorchPredictor(FrameworkPredictor):
 
     def input_dtype(self, name: str, stored: str) -> str:
         """Return the type that the params set, float32 by default."""
-        return str(self._spec.dtypes.get(name, "float32"))
+        return self._spec.dtype_name(name)
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         """Return one tensor per column, or the inputs of a `CollatedBatch`, on the CPU."""

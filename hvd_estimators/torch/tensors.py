@@ -364,8 +364,12 @@ class TensorSpec:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a column's tensor."""
-        dtype: torch.dtype = getattr(torch, self.dtypes.get(name, "float32"))
+        dtype: torch.dtype = getattr(torch, self.dtype_name(name))
         return dtype
+
+    def dtype_name(self, name: str) -> str:
+        """Return the name of the dtype of a column's tensor."""
+        return str(self.dtypes.get(name, "float32"))
 
 
 @dataclass(frozen=True)
