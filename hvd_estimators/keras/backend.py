@@ -190,6 +190,11 @@ def outside_functions() -> contextlib.AbstractContextManager[Any]:
     return tf.init_scope()
 
 
+def runs_eagerly() -> bool:
+    """Return whether operations run at once, and are not traced by TensorFlow."""
+    return not on_tensorflow() or bool(tf.executing_eagerly())
+
+
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes no gradients, as TensorFlow runs it fastest."""
     if on_tensorflow():

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import inner_optimizers, outside_functions
+from hvd_estimators.keras.backend import inner_optimizers, outside_functions, runs_eagerly
 from hvd_estimators.keras.collectives import GradientAverager
 
 ops: Any = keras.ops
@@ -103,8 +103,10 @@ def distribute(
         raise ParamError("optimizer: it averages gradients over ranks already. Wrap it once.")
     apply = optimizer.apply
 
+    uses = _Uses()
+
     def step(gradients: Sequence[Any], weight: Any, variables: Any) -> None:
-        averaged = averager.average(gradients, weight)
+        averaged = uses.remove(averager.average(gradients, weight))
         if not optimizer.built and learning_rate_scale != 1.0:
             # The optimizer may choose its inner optimizers only in build().
             optimizer.build(list(variables))
@@ -116,7 +118,7 @@ def distribute(
         if variables is None and not optimizer.built:
             apply(grads)  # Raises Keras's own error about missing variables.
         of = optimizer._trainable_variables if variables is None else variables
-        return averager.weigh(grads, of), weight
+        return uses.add(averager.weigh(grads, of), of, weight), weight
 
     if passes_per_step == 1:
 
@@ -138,6 +140,46 @@ def distribute(
             )
 
     optimizer.apply = averaged_apply
+
+
+class _Uses:
+    """Which variables have gradients on any rank, if models run eagerly.
+
+    Such a model may skip a layer in a batch of one rank, for example at random, and the layer's
+    variables then have no gradient there. All ranks still have to reduce the same tensors, so zeros
+    take the place of these gradients. One more tensor counts the ranks whose gradients are not
+    replaced. A variable that no rank used has no gradient, as in one process.
+    """
+
+    def __init__(self) -> None:
+        self._are_replaced = False
+
+    def add(self, gradients: list[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
+        """Replace what is missing by zeros, and append the weights of what is not."""
+        if not runs_eagerly():
+            # The function is traced once, and what it misses is the same on all ranks.
+            return gradients
+        are_used = [gradient is not None for gradient in gradients]
+        self._are_replaced |= not all(are_used)
+        used = ops.cast(ops.convert_to_tensor(are_used), "float32") * ops.cast(weight, "float32")
+        filled = [
+            ops.zeros(v.shape, v.dtype) if g is None else g
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        return [*filled, used]
+
+    def remove(self, gradients: list[Any]) -> list[Any]:
+        """Return the averaged gradients, None for what no rank has used."""
+        if not runs_eagerly():
+            return gradients
+        *gradients, used = gradients
+        if not self._are_replaced:
+            return gradients
+        self._are_replaced = False
+        # Read only here, because a GPU has to finish all its work first.
+        return [
+            g if n else None for g, n in zip(gradients, ops.convert_to_numpy(used), strict=True)
+        ]
 
 
 class _Accumulator:

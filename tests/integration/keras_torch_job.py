@@ -128,6 +128,65 @@ def statistics_of_torch_modules(store: Any) -> None:
     np.testing.assert_allclose(loss, (errors**2).mean(), rtol=1e-5)
 
 
+class Skipped(keras.layers.Layer):
+    """Layer that batches with a negative first number skip, at other steps on each rank."""
+
+    def build(self, shape: Any) -> None:
+        self.inner = keras.layers.Dense(shape[-1])
+        self.inner.build(shape)
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+    def call(self, x: Any) -> Any:
+        return x + self.inner(x) if float(x[0, 0]) > 0 else x
+
+
+def skipping() -> keras.Model:
+    random.seed(1)
+    return keras.Sequential([keras.Input((WIDTH,)), Skipped(), keras.layers.Dense(1)])
+
+
+@case
+def layers_that_some_ranks_skip(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 48)
+    first = columns["features"][::4, 0] > 0
+    # Of the ranks' first six batches each: one, both, and none uses the layer.
+    assert {tuple(pair) for pair in first.reshape(2, 6).T.tolist()} >= {(True, False), (False,) * 2}
+    for passes in (1, 2):
+        fitted = make_estimator(
+            store,
+            2,
+            backend=shared_ranks(2, "keras"),
+            model=skipping(),
+            optimizer=OPTIMIZERS["momentum"](),
+            batch_size=4,
+            epochs=1,
+            backward_passes_per_step=passes,
+        ).fit_on_parquet()
+        expected = skipping()
+        optimizer = OPTIMIZERS["momentum"]()
+        optimizer.build(expected.trainable_variables)
+        for step in range(6 // passes):
+            sums: list[Any] = [None] * len(expected.trainable_variables)
+            batches = [
+                range(step * passes, (step + 1) * passes),
+                range(6 + step * passes, 6 + (step + 1) * passes),
+            ]
+            for batch in [*batches[0], *batches[1]]:
+                rows = slice(batch * 4, batch * 4 + 4)
+                expected.zero_grad()
+                output = expected(columns["features"][rows], training=True)[:, 0]
+                ((output - torch.from_numpy(columns["label"][rows])) ** 2).mean().backward()
+                for index, variable in enumerate(expected.trainable_variables):
+                    if variable.value.grad is not None:
+                        own = variable.value.grad / (2 * passes)
+                        sums[index] = own if sums[index] is None else sums[index] + own
+            with torch.no_grad():
+                optimizer.apply(sums, expected.trainable_variables)
+        assert_same_weights(fitted.getModel(), expected)
+
+
 def over_horovod(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     common = {"batch_size": 16, "epochs": 2, "collectives": "horovod"}

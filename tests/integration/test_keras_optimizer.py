@@ -82,6 +82,14 @@ def test_custom_loops_apply_the_mean_gradient(collectives: str) -> None:
         )
         DistributedOptimizer(sgd(1.0)).apply([slices], [table])
         found["sparse"] = table.numpy()[:, 0]
+        # Eagerly, rank 0 has no gradient of the first variable, rank 1 none of the second.
+        pair = [keras.Variable([1.0]), keras.Variable([1.0]), keras.Variable([1.0])]
+        of_pair = [tf.constant([2.0]) if index == 1 - rank else None for index in range(3)]
+        for passes in (1, 2):
+            skipping = DistributedOptimizer(sgd(0.1), backward_passes_per_step=passes)
+            for _ in range(passes):
+                skipping.apply(of_pair, pair)
+        found["skipped"] = np.concatenate([v.numpy() for v in pair])
         optimizer = DistributedOptimizer(keras.optimizers.Adam(0.1))
         found["class"] = type(optimizer).__name__
         try:
@@ -127,6 +135,8 @@ def test_custom_loops_apply_the_mean_gradient(collectives: str) -> None:
     np.testing.assert_allclose(first["loss scale"], [0.8, -2.0], rtol=1e-6)
     assert first["scale after"] == 2.0
     np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
+    # Two steps by the mean of 2 and 0; the third variable has no gradient.
+    np.testing.assert_allclose(first["skipped"], [0.8, 0.8, 1.0], rtol=1e-6)
     assert first["class"] == "Adam"
     assert "must already be built" in first["no variables"]
     # The mean gradient is 4 / 4; the rates are 0.1 and then 0.01 times 3, and twice 0.01 times 3.
