@@ -211,6 +211,11 @@ def snapshot(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value).detach().clone()
 
 
+def is_tensorflow_variable(value: Any) -> bool:
+    """Return whether a value is TensorFlow's own variable, of which Keras takes no notice."""
+    return on_tensorflow() and isinstance(value, tf.Variable)
+
+
 def num_dimensions(tensor: Any) -> int | None:
     """Return the number of a tensor's dimensions; None if TensorFlow does not know it."""
     rank: int | None = tensor.shape.rank if on_tensorflow() else len(tensor.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import keras
 
 from hvd_estimators.exceptions import ParamError
@@ -11,12 +13,15 @@ from hvd_estimators.keras.backend import (
     further_optimizers,
     has_own_compile,
     has_own_step,
+    is_tensorflow_variable,
     model_optimizers,
 )
 from hvd_estimators.keras.custom_objects import is_remembered
 from hvd_estimators.keras.losses import NO_LOSS, has_loss, may_add_loss
 from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.keras.user_callbacks import check_callbacks
+
+logger = logging.getLogger(__name__)
 
 
 def check_model(settings: KerasSettings) -> None:
@@ -56,6 +61,7 @@ def check_params(settings: KerasSettings) -> None:
             "only. Leave synchronized out: statistics are averaged at the end of each epoch. Or "
             "use LayerNormalization or GroupNormalization, which need no other rows."
         )
+    _warn_of_unsaved_variables(model)
     check_callbacks(settings.callbacks)
     checkpoint = settings.checkpoint_callback
     if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
@@ -74,6 +80,22 @@ def check_params(settings: KerasSettings) -> None:
         raise ParamError(
             f"label_shapes: expected one shape per label, {len(settings.label_cols)}, found "
             f"{len(label_shapes)}."
+        )
+
+
+def _warn_of_unsaved_variables(model: keras.Model) -> None:
+    """Warn of variables that Keras neither trains nor saves."""
+    unsaved = sorted(
+        f"{layer.name}.{name}"
+        for layer in all_layers(model)
+        for name, value in vars(layer).items()
+        if is_tensorflow_variable(value)
+    )
+    if unsaved:
+        logger.warning(
+            "model: Keras saves no tf.Variable, so checkpoints and the fitted model lose what "
+            "training assigns to %s. Use add_weight(trainable=False) or a keras.Variable.",
+            ", ".join(unsaved),
         )
 
 

@@ -143,7 +143,7 @@ def distribute(
 
 
 class _Uses:
-    """Which variables have gradients on any rank, if models run eagerly.
+    """Record of variables that have gradients on any rank, if models run eagerly.
 
     Such a model may skip a layer in a batch of one rank, for example at random, and the layer's
     variables then have no gradient there. All ranks still have to reduce the same tensors, so zeros

@@ -27,6 +27,35 @@ def test_synchronized_batch_normalization_is_an_error(store: Any) -> None:
         pooled_estimator(store, 2, model=model).fit_on_parquet()
 
 
+class Counting(keras.layers.Layer):
+    """Layer with TensorFlow's variable, which Keras does not save, and one of Keras's."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.batches = tf.Variable(0.0, trainable=False)
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.batches.assign_add(1.0)
+        self.kept.assign(self.kept + 1.0)
+        return x
+
+
+def test_variables_that_keras_does_not_save_are_named(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 8)
+    layers = [Counting(name="counting"), keras.layers.Dense(1)]
+    inner = keras.Sequential([keras.Input((4,)), *layers])
+    model = keras.Sequential([keras.Input((4,)), inner])
+
+    fitted = pooled_estimator(store, 2, model=model, batch_size=2, epochs=1).fit_on_parquet()
+
+    (warning,) = [r.getMessage() for r in caplog.records if "tf.Variable" in r.getMessage()]
+    assert "assigns to counting.batches. Use add_weight" in warning
+    assert float(fitted.getModel().layers[0].layers[0].kept) == 2.0
+
+
 def embedding_net() -> keras.Model:
     keras.utils.set_random_seed(7)
     return keras.Sequential(
