@@ -197,6 +197,13 @@ class VariableState:
         for variable, value in zip(self.variables, state, strict=True):
             variable.assign(value)
 
+    def share(self, states: Sequence[Any]) -> None:
+        """Give the states of all shards the values that differ from those in the first state."""
+        for index, value in enumerate(self.capture()):
+            if value.tobytes() != states[0][index].tobytes():
+                for state in states:
+                    state[index] = value
+
 
 class MicroBatches:
     """Assign the micro-batches of a rank to steps and virtual shards.
@@ -238,6 +245,8 @@ class MicroBatches:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, micro_batch = divmod(batch, self.passes)
         if self.passes > 1:
+            if not micro_batch:
+                self.shards.begin_step()
             self.shards.enter(micro_batch)
         return None if micro_batch else step
 

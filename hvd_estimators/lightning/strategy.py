@@ -37,7 +37,7 @@ from hvd_estimators.torch.sharding import ShardingOptions, gathered, shard, shar
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""
@@ -188,7 +188,7 @@ class WeightedStrategy(DDPStrategy):
             loss_in_step=self._loss_in_step,
         )
         for optimizer in self.optimizers:
-            self._rate(optimizer)
+            self._scale_rates(optimizer)
         if self.world_size > 1:
             self._undo.callback(connect_metrics(trainer.lightning_module, _gather_states))
             self._undo.callback(agree_on_stopping(trainer, self._batches_between_stops))
@@ -282,6 +282,7 @@ class WeightedStrategy(DDPStrategy):
         self.outputs, self._contributions = [], []
         self._step_args = args[1:]
         if self._train is not None and self._shards.passes > 1:
+            self._shards.begin_step()
             self._train.enter(0)  # an optimizer may call its closure repeatedly
         output = self._training_step(*args, **kwargs)
         module = self.lightning_module
@@ -413,24 +414,10 @@ class WeightedStrategy(DDPStrategy):
         with self._counted(self._validation):
             return super().validation_step(*args, **kwargs)
 
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run an optimizer step; its closure, which trains, sees the unscaled learning rates."""
-        rate = self._rate(optimizer)
-
-        def with_given_rates() -> Any:
-            assert rate is not None
-            with rate.given():
-                return closure()
-
-        return super().optimizer_step(
-            optimizer, closure if rate is None else with_given_rates, model, **kwargs
-        )
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Run an optimizer step with scaled learning rates, which its closure does not see."""
+        self._scale_rates(optimizer)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -469,13 +456,11 @@ class WeightedStrategy(DDPStrategy):
             )
         return tensor if self.world_size == 1 else super().all_gather(tensor, group, sync_grads)
 
-    def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
-        """Return an optimizer's learning-rate scaler; the optimizer may be newer than setup."""
-        if not self._scale_learning_rate:
-            return None
-        if id(optimizer) not in self._rates and self._shards.num_shards > 1:
+    def _scale_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale an optimizer's rates in its steps; the optimizer may be newer than `setup`."""
+        is_new = id(optimizer) not in self._rates
+        if self._scale_learning_rate and is_new and self._shards.num_shards > 1:
             self._rates[id(optimizer)] = StepRate(optimizer, self._shards.num_shards)
-        return self._rates.get(id(optimizer))
 
     def average_batch_norm(self) -> None:
         """Reduce the module's buffers, and average statistics of copies in callbacks.

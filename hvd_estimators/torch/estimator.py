@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 else:
     TorchEstimatorSignatures = HorovodEstimator
 
+logger = logging.getLogger(__name__)
+
 
 def _function(
     name: str, value: Callable[[torch.optim.Optimizer], Any]
@@ -63,6 +66,12 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
             raise ParamError(
                 f"{name}: expected objects with state_dict() and load_state_dict(), found "
                 f"{entry!r}."
+            )
+        if isinstance(entry, torch.amp.GradScaler) and not entry.is_enabled():
+            logger.warning(
+                "%s: the GradScaler is disabled, also on the ranks. It was made with enabled=False "
+                "or, for 'cuda', without a GPU. GradScaler('cpu') scales on GPUs, too.",
+                name,
             )
     return converted
 

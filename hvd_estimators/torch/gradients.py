@@ -9,14 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.loss_weights import StepWeights
+from hvd_estimators.torch.optimizer_step import StepArguments, with_closure
 from hvd_estimators.torch.sharding import is_sharded
 
 _BUCKET_BYTES = 16 * 2**20
+
+# Attribute of closures that average their gradients.
+_AVERAGES = "_hvd_estimators_averages"
 
 
 class GradientAverager:
@@ -95,7 +102,10 @@ class GradientAverager:
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
-        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def follow(self, objects: Iterable[Any]) -> None:
         """Also average for the optimizers among the user's objects.
@@ -178,8 +188,7 @@ class GradientAverager:
 
     def remove(self) -> None:
         """Remove the hooks from parameters and optimizers."""
-        self._step_hook.remove()
-        for hook in self._gradient_hooks.values():
+        for hook in (*self._step_hooks, *self._gradient_hooks.values()):
             hook.remove()
         self._gradient_hooks.clear()
 
@@ -278,8 +287,8 @@ class GradientAverager:
         self._pending = self._in_pass = False
 
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
         """Average the gradients that are not averaged yet. Called before any optimizer steps."""
         if optimizer not in self._optimizers:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -287,26 +296,34 @@ class GradientAverager:
                 return None
             self._follow(optimizer)
         # A closure computes the gradients of the step later.
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._closure(optimizer, args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._closure(optimizer, kwargs["closure"])}
-        self._use(optimizer)
-        return None
+        wrapped = with_closure(args, kwargs, lambda closure: self._closure(optimizer, closure))
+        if wrapped is None:
+            self._use(optimizer)
+        return wrapped
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Average the next gradients, also those that are set without a backward pass.
+
+        Not before the step, within which an optimizer may call another one.
+        """
+        for group in optimizer.param_groups:
+            self._averaged.difference_update(group["params"])
 
     def _closure(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
     ) -> Callable[[], Any]:
         """Wrap a closure to average its gradients, and its loss if the optimizer needs the loss."""
-        if isinstance(closure, _AveragedClosure):  # An outer optimizer has wrapped it.
+        if hasattr(closure, _AVERAGES):  # An outer optimizer has wrapped it.
             return closure
 
+        @functools.wraps(closure)
         def averaged() -> Any:
             loss = closure()
             self._use(optimizer)
             return self._mean_loss(loss) if _computes_with_loss(optimizer) else loss
 
-        return _AveragedClosure(averaged)
+        setattr(averaged, _AVERAGES, True)
+        return averaged
 
     def _mean_loss(self, loss: Any) -> Any:
         if current().size == 1 or loss is None:
@@ -324,11 +341,6 @@ class GradientAverager:
             self.refresh()
             self._reduce()
         self._unused.difference_update(trained)
-        self._averaged.difference_update(trained)
-
-
-class _AveragedClosure(functools.partial[Any]):
-    """Closure that averages its gradients."""
 
 
 def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:

@@ -54,7 +54,8 @@ class _Reduction:
         if self.weight is None:
             return counts.sum().double()
         weight = self.weight.to(label.device).double()
-        return (weight[torch.where(counts, label, 0)] * counts).sum()
+        # torch takes an index of bytes as a mask.
+        return (weight[torch.where(counts, label, 0).long()] * counts).sum()
 
 
 def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, exchange
 from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.tensors import snapshot
+
+logger = logging.getLogger(__name__)
 
 Metric = Callable[..., Any]
 
@@ -152,7 +155,14 @@ def _merge(metric: Any, parts: Sequence[Mapping[str, Any]], resumes: bool = Fals
     metric._computed = parts[0]["computed"] if resumes and len(parts) == 1 else None
     for state, reduction in metric._reductions.items():
         values = [part["states"][state] for part in updated]
-        if resumes and reduction is None and not isinstance(values[0], list):
+        if resumes and reduction is None and not isinstance(values[0], list) and values[1:]:
+            logger.warning(
+                "%s: its state %s has no reduction. In the resumed epoch, its value lacks the rows "
+                "of %d processes that no longer exist.",
+                type(metric).__name__,
+                state,
+                len(values) - 1,
+            )
             values = values[:1]
         if values:
             setattr(metric, state, _on(metric.device, _reduced(values, reduction, updated)))

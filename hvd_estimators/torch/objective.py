@@ -31,6 +31,7 @@ from hvd_estimators.torch.tensors import (
     Batch,
     TensorSpec,
     call_with_leading,
+    map_tensors,
     require_tensors,
 )
 from hvd_estimators.training.row_weights import check_rank
@@ -172,12 +173,20 @@ class Objective:
             self.check_losses(losses, "loss_constructors")
         loss: Loss | JointLoss | None = None
         if losses is not None:
-            on_device = [
-                loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
-            ]
+            on_device = [_on_device(loss, device) for loss in losses]
             is_joint, weights = self.joint, self.loss_weights
             loss = JointLoss(on_device[0]) if is_joint else Loss(on_device, weights)
         return RankObjective(self, loss, device)
+
+
+def _on_device(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a loss whose parameters, buffers and given tensors are on a device."""
+    if isinstance(loss, torch.nn.Module):
+        return loss.to(device)
+    if isinstance(loss, functools.partial):
+        given = map_tensors(lambda tensor: tensor.to(device), (loss.args, loss.keywords))
+        return functools.partial(_on_device(loss.func, device), *given[0], **given[1])
+    return loss
 
 
 class RankObjective:

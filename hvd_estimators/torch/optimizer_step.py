@@ -8,8 +8,9 @@ https://pytorch.org/docs/stable/notes/amp_examples.html.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,11 +196,28 @@ def make_scheduler(
     return scheduler
 
 
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of an optimizer's ``step``, itself among them."""
+
+
+def with_closure(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Callable[[], Any]], Callable[[], Any]],
+) -> StepArguments | None:
+    """Return the arguments of a step with its closure wrapped, or None without a closure."""
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    return None
+
+
 class StepRate:
     """Scaling of an optimizer's learning rates that is active only while the optimizer steps.
 
-    Schedulers, callbacks, loggers and checkpoints always see the unscaled rates. A run can
-    therefore be resumed with another number of ranks.
+    Schedulers, callbacks, loggers, checkpoints and the step's closure always see the unscaled
+    rates. A run can therefore be resumed with another number of ranks.
 
     Parameters
     ----------
@@ -218,21 +236,9 @@ class StepRate:
         self._hooks: list[Any] = []
         if scale != 1:
             self._hooks = [
-                optimizer.register_step_pre_hook(lambda *_: self._enter()),
+                optimizer.register_step_pre_hook(self._enter),
                 optimizer.register_step_post_hook(lambda *_: self._leave()),
             ]
-
-    @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        """Show the unscaled rates inside a step, for the step's closure."""
-        if not self._raised:
-            yield
-            return
-        self._lower()
-        try:
-            yield
-        finally:
-            self._raise()
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer, and restore the unscaled rates."""
@@ -240,10 +246,25 @@ class StepRate:
         for hook in self._hooks:
             hook.remove()
 
-    def _enter(self) -> None:
+    def _enter(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
         self._depth += 1
-        if self._depth == 1:
-            self._raise()
+        if self._depth > 1:
+            return None
+        self._raise()
+        return with_closure(args, kwargs, self._with_given_rates)
+
+    def _with_given_rates(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def lowered() -> Any:
+            self._lower()
+            try:
+                return closure()
+            finally:
+                self._raise()
+
+        return lowered
 
     def _leave(self) -> None:
         self._depth -= 1

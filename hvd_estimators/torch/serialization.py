@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -162,13 +163,20 @@ def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer |
     ParamError
         If the optimizer holds another parameter, or if torch would not send a hook of a parameter
         or an optimizer, or a ``step`` that is not of the optimizer's class. Also if the optimizer
-        is one of TorchScript.
+        is one of TorchScript, or a tensor of the module is sparse.
     """
     if optimizer is not None and isinstance(module, torch.jit.ScriptModule):
         raise ParamError(
             "model: found TorchScript, whose parameters an optimizer cannot share in another "
             "process. Train the module that it was made of. TorchModel predicts with TorchScript."
         )
+    for name, tensor in itertools.chain(module.named_buffers(), module.named_parameters()):
+        if tensor.layout != torch.strided:
+            raise ParamError(
+                f"model: {name!r} is sparse ({tensor.layout}), and processes send and compare "
+                "dense tensors only. Register the indices and the values as buffers, and make the "
+                "sparse tensor of them in forward()."
+            )
     own = {id(p): (name, p) for name, p in plain_module(module).named_parameters()}
     for name, parameter in own.values():
         tables = ("_backward_hooks", "_post_accumulate_grad_hooks")

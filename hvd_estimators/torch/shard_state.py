@@ -77,6 +77,21 @@ class BufferState:
                 if name in state and state[name].shape == buffer.shape:
                     buffer.copy_(state[name])
 
+    def share(self, states: Sequence[Any]) -> None:
+        """Give the states of all shards the buffers that differ from those in the first state."""
+        for name, buffer in self._module.named_buffers():
+            before = states[0].get(name)
+            if before is None or not _are_same(buffer, before):
+                value = buffer.detach().clone()
+                for state in states:
+                    state[name] = value
+
+
+def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether tensors have the same shape and bits, on any devices."""
+    bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (first, second)]
+    return first.shape == second.shape and torch.equal(bits[0], bits[1].to(first.device))
+
 
 def non_persistent_buffers(module: torch.nn.Module) -> dict[str, bytes]:
     """Return digests of the buffers that a module's ``state_dict()`` omits, by name."""
@@ -198,10 +213,9 @@ class BufferReducer:
     ) -> None:
         self._module = module
         self._shards = shards
-        self._given = reductions_of(module, reductions)
+        self._reductions = reductions
         self.bases: dict[str, torch.Tensor] = {}
         self._compared = shards.num_shards == 1
-        self.start()
 
     def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start from the current buffers, or within an epoch from the saved bases."""
@@ -251,8 +265,10 @@ class BufferReducer:
     def _reduced(self) -> Iterator[tuple[str, torch.Tensor, str]]:
         """Yield name, buffer and reduction of the buffers that are reduced."""
         statistics = set(map(id, batch_norm_statistics(self._module)))
+        # Layers and their buffers may be made when training begins.
+        given = reductions_of(self._module, self._reductions)
         for name, buffer in self._module.named_buffers():
-            reduction = self._given.get(name, "mean" if id(buffer) in statistics else None)
+            reduction = given.get(name, "mean" if id(buffer) in statistics else None)
             if reduction is not None and not is_lazy(buffer):
                 yield name, buffer, reduction
 

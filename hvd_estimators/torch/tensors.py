@@ -566,10 +566,11 @@ def snapshot(value: Any) -> Any:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor  # a placeholder
-        if tensor.layout != torch.strided:
+        # Sparse tensors, tensors without numbers, and those of several parts have no one address.
+        if tensor.layout != torch.strided or not tensor.data_ptr():
             return tensor.detach().to("cpu", copy=True)
         position = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if position not in memo or not tensor.numel():
+        if position not in memo:
             memo[position] = tensor.detach().to("cpu", copy=True)
         return memo[position]
 

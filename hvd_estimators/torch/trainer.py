@@ -143,6 +143,16 @@ def load_objects(
     return objects, base
 
 
+def move_stateful(stateful: Sequence[Any], device: torch.device) -> None:
+    """Move further networks and their optimizers, which the user trains or calls, to a device."""
+    for network in stateful:
+        if isinstance(network, torch.nn.Module):
+            network.to(device)
+    for optimizer in stateful:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            load_optimizer_state(optimizer, optimizer.state_dict())
+
+
 @dataclass(frozen=True)
 class TorchTrainSpec(TrainSpec):
     """Job specification for a torch rank.
@@ -194,6 +204,7 @@ class _Trainer:
         self.module = objects.module
         if self.is_sharded:
             shard(self.module, [objects.optimizer], spec.sharding, self.device)
+        move_stateful(objects.stateful, self.device)
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)
         self.optimizer = objects.optimizer
@@ -409,6 +420,7 @@ class _Trainer:
             skipped = self.num_micro_batches - len(window)
             if self.objective.has_own_step and skipped:
                 self.averager.drop_used_gradients()
+            self.shards.begin_step()
             for number, (index, columns) in enumerate(parts, start=1):
                 self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
@@ -500,6 +512,8 @@ class _Trainer:
                     outputs = tensors.select(tensors.call(self.module, batch.inputs))
             except Exception as error:
                 logger.info("The model has no outputs in evaluation mode (%s)", error)
+            # Layers may change their weights when the mode changes.
+            self.module.train()
             for part, mode in modes:
                 part.training = mode
             if not _are_rows(outputs, batch.rows):
@@ -526,6 +540,9 @@ class _Trainer:
                 assert self.last_batch is not None
                 with self.step.autocast():
                     self.objective.evaluate(self.module, self.last_batch)
+        # Checkpoints hold the weights that training goes on with; layers may merge others into
+        # them for evaluation.
+        self.module.train()
         return metric_sums
 
     def _save_checkpoint(self, batches: int = 0, metric_sums: MetricSums | None = None) -> bool:

@@ -40,6 +40,9 @@ class HostStreams:
         random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
         np.random.set_state(state["numpy"])
 
+    def share(self, states: Sequence[Any]) -> None:
+        """Change no state: each shard draws its own numbers."""
+
 
 def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
     """Call ``capture`` as each of the rank's shards, and return the results by shard."""
@@ -72,6 +75,9 @@ class StatePart(Protocol):
 
     def restore(self, state: Any) -> None:
         """Restore a state that `capture` returned."""
+
+    def share(self, states: Sequence[Any]) -> None:
+        """Give the states of all shards what changed since the first of them was restored."""
 
 
 class ShardStates:
@@ -112,6 +118,18 @@ class ShardStates:
         self._current = 0
         self._states: list[list[Any]] = []
 
+    def begin_step(self) -> None:
+        """Give all shards the values that hooks have set since the last step.
+
+        Hooks run once per step, while the first shard is current. With a process per shard, each
+        process would run them.
+        """
+        if self._current or not self._states:
+            return
+        for index, part in enumerate(self._parts):
+            states = [state[index] for state in self._states]
+            part.share(states)
+
     def enter(self, micro_batch: int) -> None:
         """Switch to the shard of a micro-batch; state from an empty micro-batch is discarded."""
         if self.passes == 1 or micro_batch == self._current:
@@ -126,6 +144,7 @@ class ShardStates:
 
     def for_each(self, call: Callable[[int], object]) -> None:
         """Call a function as each of the rank's shards, then switch back to the first shard."""
+        self.begin_step()
         self._initialize()
         for index, shard in enumerate(self.shards):
             self.enter(index)

@@ -60,7 +60,9 @@ def pooled_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
 
 
 def make_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
-    return KerasEstimator(
+    """Return an estimator, of a class other than KerasEstimator if ``kind`` is one."""
+    kind: type[KerasEstimator] = params.pop("kind", KerasEstimator)
+    return kind(
         **exact_params(
             params.pop("backend", None) or RecordingBackend(ranks, env=QUIET),
             store,

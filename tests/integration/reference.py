@@ -116,7 +116,8 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
     net = make_net()
     backend = params.pop("backend", None) or RecordingBackend(ranks)
     paths = {name: params.pop(name, None) for name in ("path", "validation_path")}
-    estimator = TorchEstimator(
+    kind: type[TorchEstimator] = params.pop("kind", TorchEstimator)
+    estimator = kind(
         **exact_params(
             backend,
             store,

@@ -84,14 +84,17 @@ def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     seen = []
 
     def closure() -> Any:
-        with rate.given():
-            seen.append(optimizer.param_groups[0]["lr"])
-            parameter.grad = torch.tensor([1.0])
+        (group,) = optimizer.param_groups
+        seen.append(group["lr"])
+        parameter.grad = torch.tensor([1.0])
+        group["lr"] = 0.05  # as in a warm-up before the step
 
     optimizer.step(closure)
+    optimizer.step(closure=closure)
+    # Two steps with three times the rate that the closure has set.
     assert parameter.item() == pytest.approx(0.7)
-    assert seen == [0.1]
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert seen == [0.1, 0.05]
+    assert optimizer.param_groups[0]["lr"] == 0.05
     # A scheduler sets the rate of one rank, too.
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
