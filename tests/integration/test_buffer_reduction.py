@@ -50,8 +50,7 @@ class Tracking(torch.nn.Module):
 
 
 class Steps(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+    def configure_model(self) -> None:
         self.net = Tracking()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -57,6 +57,9 @@ class Module(LightningModule):
             x = block(x)
         return self.back(self.last(x * self.factor)).sum(dim=1)
 
+    def on_train_epoch_start(self) -> None:
+        self.seen: list[Any] = []  # a resumed epoch repeats it, and keeps the restored state
+
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = functional.mse_loss(self(batch["features"]), batch["label"])
         self.log("train_mse", loss)

@@ -154,3 +154,63 @@ def test_a_layer_stays_in_the_mode_of_a_callback(ranks: StandingBackend, store: 
     within = [run_id for run_id, (epoch, rows) in kept_checkpoints(store, "whole") if rows]
     # A run that continues within an epoch, too.
     assert_equal_bits(run(within[-1]).state_dict(), found.state_dict())
+
+
+class Merging(torch.nn.Module):
+    """Low-rank adapter that is merged into the weight for evaluation, as loralib's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.base = torch.nn.Linear(4, 1)
+        self.down = torch.nn.Parameter(torch.randn(2, 4) / 2)
+        self.up = torch.nn.Parameter(torch.randn(1, 2) / 2)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if self.merged is mode:
+            with torch.no_grad():
+                self.base.weight += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = 0.0 if self.merged else x @ (self.up @ self.down).T
+        return (self.base(x) + own)[:, 0]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_weights_that_evaluation_merges_are_trained_and_saved_apart(
+    ranks: Any, store: Any, epochs: int
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), ROWS, seed=1)
+
+    def run(last: int) -> Any:
+        net = Merging()
+        return (
+            TorchEstimator(
+                **exact_params(ranks, store, run_id="mine"),
+                model=net,
+                optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+                loss=torch.nn.functional.mse_loss,
+                validation=0.5,
+                batch_size=BATCH,
+                epochs=last,
+            )
+            .fit_on_parquet()
+            .getModel()
+        )
+
+    run(epochs)
+    found = run(EPOCHS)
+    alone = Merging()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    x, y = (torch.from_numpy(columns[c]) for c in ("features", "label"))
+    for rows in global_batches(ROWS, 2, BATCH) * EPOCHS:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(x[rows]), y[rows]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(x), alone.eval()(x), rtol=1e-4, atol=1e-5)

@@ -93,6 +93,43 @@ def test_gradients_are_averaged_once_at_the_end_of_the_last_pass(
         assert not follows.pending
 
 
+class Own(torch.optim.SGD):
+    """Optimizer whose step calls the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Optimizer that wraps another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [lambda of: Own(of, 0.0), lambda of: Lookahead(Own(of, 0.0))])
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_step_within_a_step_reduces_nothing_again(
+    collective: Collective, averager: Any, wrap: Any, in_closure: bool
+) -> None:
+    net = torch.nn.Linear(1, 1)
+    optimizer = wrap(net.parameters())
+    averager(net, [optimizer])
+    for step in (1, 2):
+        optimizer.zero_grad()
+        if in_closure:
+            optimizer.step(lambda: backward(net))
+        else:
+            backward(net)
+            optimizer.step()
+        assert net.weight.grad == 10.0
+        assert collective.sent == step
+
+
 def test_ranks_without_a_pass_or_gradient_still_take_part(
     collective: Collective, averager: Any
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
@@ -45,6 +48,30 @@ def make(**changes: Any) -> Objective:
         "train_minibatch_fn": None,
     }
     return Objective(**{**given, **changes})
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_weighted_class_losses_take_each_type_of_class_numbers(dtype: str) -> None:
+    weight = torch.tensor([0.5, 1.0, 4.0])
+    loss = Loss([torch.nn.CrossEntropyLoss(weight)], [1.0])
+    label = torch.tensor([2, 0, 2], dtype=getattr(torch, dtype))
+    # The weights of the labels' classes.
+    assert loss.denominators([label]).tolist() == [8.5]
+
+
+def test_tensors_that_a_loss_is_given_are_on_the_ranks_device() -> None:
+    weight = torch.ones(2)
+    given = (
+        functools.partial(functional.cross_entropy, weight=weight),
+        functools.partial(functools.partial(torch.nn.MSELoss()), weight),
+    )
+    objective = make(losses=given).on_rank(torch.device("meta"))
+    assert objective.loss is not None
+    first, second = objective.loss.functions
+    assert first.func is functional.cross_entropy
+    assert first.keywords["weight"].is_meta
+    assert second.args[0].is_meta
+    assert not weight.is_meta
 
 
 def test_loss_and_metrics_agree_with_manual_code() -> None:

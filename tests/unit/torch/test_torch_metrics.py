@@ -207,6 +207,24 @@ def test_only_classification_metrics_get_integer_labels() -> None:
         states.update(evaluation(torch.zeros(2), torch.tensor([1.0, 0.5])))
 
 
+def test_a_metric_that_cannot_resume_from_several_ranks_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def of(*rows: float) -> Any:
+        metric = torchmetrics.PearsonCorrCoef()
+        metric.update(torch.tensor(rows), torch.tensor(rows) ** 2)
+        return metric
+
+    states = [metric_states(of(1.0, 2.0, 4.0)), metric_states(of(-1.0, 0.5))]
+    metric = torchmetrics.PearsonCorrCoef()
+    restore_metrics(metric, states[:1])
+    assert not caplog.records
+    torch.testing.assert_close(metric.compute(), of(1.0, 2.0, 4.0).compute())
+    restore_metrics(metric, states)
+    assert "PearsonCorrCoef: its state " in caplog.text
+    assert "lacks the rows of 1 processes" in caplog.text
+
+
 class Measured(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from hvd_estimators.torch.serialization import (
     save_state,
     trained_file,
 )
-from hvd_estimators.torch.trainer import load_objects
+from hvd_estimators.torch.trainer import load_objects, move_stateful
 
 
 def saved(state):
@@ -279,6 +279,12 @@ class NeedsArguments:
         self.model = model
 
 
+def test_stateful_networks_are_on_the_ranks_device():
+    teacher = torch.nn.BatchNorm1d(2)
+    move_stateful([{"not": "moved"}, teacher], torch.device("meta"))
+    assert all(tensor.is_meta for tensor in teacher.state_dict().values())
+
+
 def test_an_object_that_a_rank_cannot_load_is_a_typed_error(tmp_path):
     file = module_file({"stateful": [NeedsArguments(torch.nn.Linear(1, 1))]})
     with pytest.raises(ParamError, match=r"cannot load it \(TypeError: .*NeedsArguments.__new__"):
@@ -335,6 +341,14 @@ def test_hooks_of_parameters_are_rejected(register):
         check_parameters(module, None)
     handle.remove()
     check_parameters(module, None)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_of_modules_are_rejected(make):
+    module = network()
+    module[1].register_buffer("adjacency", make(torch.eye(3)))
+    with pytest.raises(ParamError, match=r"^model: '1\.adjacency' is sparse .* in forward\(\)"):
+        check_parameters(module, None)
 
 
 def test_objects_that_refer_to_each_other_are_sent_together():

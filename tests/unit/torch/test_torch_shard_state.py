@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from hvd_estimators.torch import shard_state
+from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.serialization import load_state, save_state
 from hvd_estimators.torch.shard_state import BufferState, ShardBuffers, non_persistent_buffers
 from hvd_estimators.torch.tensors import snapshot
@@ -97,6 +99,15 @@ def test_per_shard_buffers_are_restored(monkeypatch: pytest.MonkeyPatch, size: i
         assert all(mean == [shard, shard] for shard, mean in restored.items())
     equal = threads.run(lambda rank: unequal(Net(), ShardStates(num_shards, rank, size)))
     assert equal == [[{}] * num_shards] * size
+
+
+def test_snapshots_of_tensors_of_several_parts_are_separate() -> None:
+    with session("torch"):
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        parts = [DTensor.from_local(torch.full((2,), value), mesh) for value in (1.0, 2.0)]
+        assert [part.data_ptr() for part in parts] == [0, 0]
+        made = snapshot({"first": parts[0], "second": parts[1]})
+        assert [value.to_local().tolist() for value in made.values()] == [[1.0] * 2, [2.0] * 2]
 
 
 def test_snapshots_do_not_change_and_hold_shared_tensors_once() -> None:

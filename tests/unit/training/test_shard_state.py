@@ -44,6 +44,7 @@ def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
     states = ShardStates(3, 0, 1, (BufferState(module),))
     states.for_each(lambda _: None)
     reducer = BufferReducer(module, states, rules)
+    reducer.start()
     for epoch in (1, 2):
         for turn in range(3):
             states.enter(turn)
