@@ -225,3 +225,10 @@ def test_an_optimizer_whose_state_fits_no_checkpoint_ends_the_fit_at_the_first(s
     )
     with pytest.raises(ParamError, match=r"state_dict\(\) of Queued holds more than tensors"):
         estimator.fit_on_parquet()
+
+
+def test_a_disabled_scaler_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    TorchEstimator(stateful=[torch.amp.GradScaler("cpu")])
+    assert not caplog.records
+    TorchEstimator(stateful=[torch.amp.GradScaler("cuda", enabled=False)])
+    assert "stateful: the GradScaler is disabled" in caplog.text
