@@ -23,7 +23,7 @@ from hvd_estimators.torch.sharding import is_sharded
 _BUCKET_BYTES = 16 * 2**20
 
 # Attribute of closures that average their gradients.
-_AVERAGES = "_hvd_estimators_averages"
+_AVERAGES = "averages_gradients"
 
 
 class GradientAverager:

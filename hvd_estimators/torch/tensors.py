@@ -566,7 +566,7 @@ def snapshot(value: Any) -> Any:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor  # a placeholder
-        # Sparse tensors, tensors without numbers, and those of several parts have no one address.
+        # Tensors that are sparse, empty or made of several parts have no address.
         if tensor.layout != torch.strided or not tensor.data_ptr():
             return tensor.detach().to("cpu", copy=True)
         position = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
