@@ -246,9 +246,8 @@ class GradientAverager:
             result = [None if g is None else _divide(g, weight) for g in weighted]
             return _of_types(result, types)
         # Half precision would round the weight: it must be at least as exact as the gradients.
-        alone = self._compression is not None or not (
-            buckets and _type_of(weighted[buckets[0][0]]) == "float32"
-        )
+        found = {_type_of(weighted[bucket[0]]) for bucket in buckets}
+        alone = self._compression is not None or found != {"float32"}
         total = sum_tensors(weight, f"{self._name}.weight") if alone else None
         for number, bucket in enumerate(buckets):
             parts = [ops.reshape(weighted[index], (-1,)) for index in bucket]

@@ -118,7 +118,7 @@ def distribute(
         if variables is None and not optimizer.built:
             apply(grads)  # Raises Keras's own error about missing variables.
         of = optimizer._trainable_variables if variables is None else variables
-        return uses.add(averager.weigh(grads, of), of, weight), weight
+        return uses.add(averager.weigh(grads, of), of), weight
 
     if passes_per_step == 1:
 
@@ -147,21 +147,21 @@ class _Uses:
 
     Such a model may skip a layer in a batch of one rank, for example at random, and the layer's
     variables then have no gradient there. All ranks still have to reduce the same tensors, so zeros
-    take the place of these gradients. One more tensor counts the ranks whose gradients are not
-    replaced. A variable that no rank used has no gradient, as in one process.
+    take the place of these gradients. One more tensor tells which were not replaced. A variable
+    that no rank used has no gradient, as in one process.
     """
 
     def __init__(self) -> None:
         self._are_replaced = False
 
-    def add(self, gradients: list[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
-        """Replace what is missing by zeros, and append the weights of what is not."""
+    def add(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Replace what is missing by zeros, and append 1 or 0 for each gradient."""
         if not runs_eagerly():
             # The function is traced once, and what it misses is the same on all ranks.
             return gradients
         are_used = [gradient is not None for gradient in gradients]
         self._are_replaced |= not all(are_used)
-        used = ops.cast(ops.convert_to_tensor(are_used), "float32") * ops.cast(weight, "float32")
+        used = ops.cast(ops.convert_to_tensor(are_used), "float32")
         filled = [
             ops.zeros(v.shape, v.dtype) if g is None else g
             for g, v in zip(gradients, variables, strict=True)
@@ -177,9 +177,10 @@ class _Uses:
             return gradients
         self._are_replaced = False
         # Read only here, because a GPU has to finish all its work first.
-        return [
-            g if n else None for g, n in zip(gradients, ops.convert_to_numpy(used), strict=True)
-        ]
+        shares = ops.convert_to_numpy(used)
+        # Batches without weight average to zeros, also here.
+        is_empty = not shares.any()
+        return [g if n or is_empty else None for g, n in zip(gradients, shares, strict=True)]
 
 
 class _Accumulator:

@@ -258,6 +258,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
         step = self._micro_batches.begin(batch)
         if step is not None:
             super().on_train_batch_begin(step, logs)
+            self._micro_batches.shards.begin_step()
             self._defer_stop()
             # Before the first batch, metrics have no results and are not even built.
             if step and not self._micro_batches.shards.rank and self._progress.count_step():

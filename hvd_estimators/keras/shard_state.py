@@ -245,8 +245,6 @@ class MicroBatches:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, micro_batch = divmod(batch, self.passes)
         if self.passes > 1:
-            if not micro_batch:
-                self.shards.begin_step()
             self.shards.enter(micro_batch)
         return None if micro_batch else step
 

@@ -252,6 +252,10 @@ class RunCheckpoint(Callback):
         self._seed_epoch(trainer.current_epoch)
         self._restore_stateful(pl_module)
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Keep what hooks of the batch's transfer have set: they run for each shard."""
+        self.shards.keep_own()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show other callbacks the evaluation weights, and compare ranks after the first epoch."""
         strategy: Any = trainer.strategy
@@ -391,10 +395,13 @@ class RunCheckpoint(Callback):
             )
 
     def _start_steps(self, trainer: Trainer) -> None:
-        """Resume within an epoch, once, after all hooks of the epoch's start."""
+        """Resume within an epoch, once, or begin one, after all hooks of the epoch's start."""
         state, self.restored = self.restored, None
         if state is not None and state.rows:
             self._resume(trainer, state)
+        else:
+            # Hooks may have reset a buffer.
+            self.buffers.start()
 
     def _resume(self, trainer: Trainer, state: RunState) -> None:
         self._has_started = True

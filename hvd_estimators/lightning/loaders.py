@@ -232,6 +232,7 @@ class TrainLoader(_Loader):
             # Lightning divides each loss by the number of passes.
             self.passes = self._passes_per_step()
             for self._micro_batches in window:
+                self._shards.begin_step()
                 yield self.enter(0)
 
     def enter(self, index: int) -> Any:

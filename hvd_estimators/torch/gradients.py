@@ -302,9 +302,9 @@ class GradientAverager:
         return wrapped
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Average the next gradients, also those that are set without a backward pass.
+        """Let the optimizer's next gradients be averaged, also if no backward pass sets them.
 
-        Not before the step, within which an optimizer may call another one.
+        Not called at the start of a step, within which an optimizer may call another one.
         """
         for group in optimizer.param_groups:
             self._averaged.difference_update(group["params"])
@@ -318,6 +318,7 @@ class GradientAverager:
 
         @functools.wraps(closure)
         def averaged() -> Any:
+            self._after_step(optimizer)  # its last gradients, of a closure that ran before
             loss = closure()
             self._use(optimizer)
             return self._mean_loss(loss) if _computes_with_loss(optimizer) else loss

@@ -31,7 +31,6 @@ from hvd_estimators.torch.tensors import (
     Batch,
     TensorSpec,
     call_with_leading,
-    map_tensors,
     require_tensors,
 )
 from hvd_estimators.training.row_weights import check_rank
@@ -179,14 +178,18 @@ class Objective:
         return RankObjective(self, loss, device)
 
 
-def _on_device(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a loss whose parameters, buffers and given tensors are on a device."""
+def _on_device(loss: Any, device: torch.device) -> Any:
+    """Return a loss whose modules and tensors, also those of its ``partial``, are on a device."""
     if isinstance(loss, torch.nn.Module):
         return loss.to(device)
     if isinstance(loss, functools.partial):
-        given = map_tensors(lambda tensor: tensor.to(device), (loss.args, loss.keywords))
-        return functools.partial(_on_device(loss.func, device), *given[0], **given[1])
-    return loss
+        # In place: callbacks may hold the object, and change what it is given.
+        for part in (loss.func, *loss.args):
+            _on_device(part, device)
+        loss.keywords.update((name, _on_device(v, device)) for name, v in loss.keywords.items())
+    # A single number may stay on the CPU, where others refer to it.
+    is_array = isinstance(loss, torch.Tensor) and loss.dim() > 0
+    return loss.to(device) if is_array else loss
 
 
 class RankObjective:

@@ -258,11 +258,16 @@ class StepRate:
     def _with_given_rates(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(closure)
         def lowered() -> Any:
+            if not self._raised:  # called outside of a step
+                return closure()
             self._lower()
             try:
-                return closure()
-            finally:
-                self._raise()
+                returned = closure()
+            except BaseException:  # which ends the step
+                self._depth = 0
+                raise
+            self._raise()
+            return returned
 
         return lowered
 

@@ -215,10 +215,12 @@ class BufferReducer:
         self._shards = shards
         self._reductions = reductions
         self.bases: dict[str, torch.Tensor] = {}
+        self._has_started = False
         self._compared = shards.num_shards == 1
 
     def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start from the current buffers, or within an epoch from the saved bases."""
+        self._has_started = True
         self.bases = {
             name: (bases or {}).get(name, buffer).detach().cpu().clone()
             for name, buffer, reduction in self._reduced()
@@ -226,7 +228,9 @@ class BufferReducer:
         }
 
     def reduce(self) -> None:
-        """Set the buffers of all shards to the reduced values."""
+        """Set the buffers of all shards to the reduced values, once training has started."""
+        if not self._has_started:
+            return
         if not self._compared:
             self._compared = True
             self._warn_of_unequal()

@@ -387,6 +387,8 @@ class _Trainer:
         metric_sums = MetricSums(self.objective.metrics, parts)
         if not self._is_within(epoch):
             self._begin_epoch(epoch)
+            # Callbacks may reset a buffer.
+            self.checkpoints.buffers.start()
             return metric_sums, 0
         metric_sums.restore(self.checkpoints.measured())
         self.checkpoints.restore_streams()

@@ -130,6 +130,11 @@ class ShardStates:
             states = [state[index] for state in self._states]
             part.share(states)
 
+    def keep_own(self) -> None:
+        """Take the current values as the first shard's own, not as those of hooks."""
+        if self._states:
+            self._states[0] = self._capture()
+
     def enter(self, micro_batch: int) -> None:
         """Switch to the shard of a micro-batch; state from an empty micro-batch is discarded."""
         if self.passes == 1 or micro_batch == self._current:

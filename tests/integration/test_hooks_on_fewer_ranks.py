@@ -53,14 +53,18 @@ class KerasOfTwo(TwoShards, KerasEstimator):
 
 
 class Net(torch.nn.Module):
-    """Net whose output is divided by a temperature."""
+    """Net whose output is divided by a temperature, and that counts an epoch's rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool = True) -> None:
         super().__init__()
+        self.counts = counts
         self.net = make_net()
         self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("rows", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.counts:
+            self.rows += len(x)
         return self.net(x)[:, 0] / self.temperature
 
 
@@ -75,6 +79,7 @@ def train_alone(columns: Any, rates: Any = None) -> Net:
     steps = 0
     for epoch in range(EPOCHS):
         net.temperature.fill_(temperature_of(epoch))
+        net.rows.zero_()
         for rows in global_batches(ROWS, 2, BATCH):
             output = net(torch.from_numpy(columns["features"][rows]))
             loss = ((output - torch.from_numpy(columns["label"][rows])) ** 2).mean()
@@ -94,12 +99,20 @@ class Annealing:
 
     def on_epoch_begin(self, epoch: int) -> None:
         self.module.temperature.fill_(temperature_of(epoch))
+        self.module.rows.zero_()
 
 
 class Steps(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = Net(counts=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.rows.zero_()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.net.rows += len(batch["label"])  # for each shard, unlike other hooks
+        return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net.temperature = torch.tensor(temperature_of(self.current_epoch))
@@ -115,7 +128,8 @@ class Steps(LightningModule):
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
 def test_buffers_that_hooks_set_reach_all_shards(store: Any, framework: str, ranks: int) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
-    given = {"batch_size": BATCH, "epochs": EPOCHS}
+    given: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS}
+    given["buffer_reduction"] = {"rows": "sum"}
     backend = shared_ranks(ranks)
     if framework == "torch":
         net = Net()
@@ -177,12 +191,24 @@ class Tempered(keras.layers.Layer):
 class KerasAnnealing(keras.callbacks.Callback):
     """Callback that sets the temperature of each epoch."""
 
+    def __init__(self, by_batch: bool) -> None:
+        super().__init__()
+        self.by_batch, self.epoch = by_batch, 0
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.get_layer("tempered").temperature.assign(temperature_of(epoch))
+        self.epoch = epoch
+        if not self.by_batch:
+            self.model.get_layer("tempered").temperature.assign(temperature_of(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.by_batch:
+            self.model.get_layer("tempered").temperature.assign(temperature_of(self.epoch))
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_variables_that_callbacks_of_keras_set_reach_all_shards(store: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "by_batch"), [(2, True), (1, True), (1, False)])
+def test_variables_that_callbacks_of_keras_set_reach_all_shards(
+    store: Any, ranks: int, by_batch: bool
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
 
     def make() -> keras.Model:
@@ -200,7 +226,7 @@ def test_variables_that_callbacks_of_keras_set_reach_all_shards(store: Any, rank
         optimizer=keras.optimizers.SGD(RATE),
         batch_size=BATCH,
         epochs=EPOCHS,
-        callbacks=[KerasAnnealing()],
+        callbacks=[KerasAnnealing(by_batch)],
     )
     found = estimator.fit_on_parquet().getModel()
     alone = make()

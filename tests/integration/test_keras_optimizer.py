@@ -90,6 +90,18 @@ def test_custom_loops_apply_the_mean_gradient(collectives: str) -> None:
             for _ in range(passes):
                 skipping.apply(of_pair, pair)
         found["skipped"] = np.concatenate([v.numpy() for v in pair])
+        # Then a batch without rows, on rank 0, has a gradient that rank 1's batch lacks.
+        one, momentum = keras.Variable([1.0]), sgd(0.1, momentum=0.9)
+        averager = GradientAverager()
+        distribute(momentum, averager)
+        momentum.apply([tf.constant([2.0])], [one])
+        for of_empty in (0, 1):
+            averager.weight = tf.constant(0.0 if rank == 0 or of_empty else 1.0)
+            momentum.apply([tf.constant([5.0]) if rank == 0 else None], [one])
+        found["of no weight"] = one.numpy()
+        half = keras.Variable(np.ones(1, np.float16), dtype="float16")
+        DistributedOptimizer(sgd(1e-5)).apply([tf.constant([4e4], tf.float16)], [half])
+        found["large halves"] = half.numpy()
         optimizer = DistributedOptimizer(keras.optimizers.Adam(0.1))
         found["class"] = type(optimizer).__name__
         try:
@@ -137,6 +149,9 @@ def test_custom_loops_apply_the_mean_gradient(collectives: str) -> None:
     np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
     # Two steps by the mean of 2 and 0; the third variable has no gradient.
     np.testing.assert_allclose(first["skipped"], [0.8, 0.8, 1.0], rtol=1e-6)
+    # Steps by 2, by nothing and by nothing, of which the sums are 2, 1.8 and 1.62.
+    np.testing.assert_allclose(first["of no weight"], [1.0 - 0.542], rtol=1e-5)
+    np.testing.assert_allclose(first["large halves"], [0.6], rtol=1e-2)
     assert first["class"] == "Adam"
     assert "must already be built" in first["no variables"]
     # The mean gradient is 4 / 4; the rates are 0.1 and then 0.01 times 3, and twice 0.01 times 3.

@@ -130,6 +130,29 @@ def test_a_step_within_a_step_reduces_nothing_again(
         assert collective.sent == step
 
 
+def test_each_call_of_a_closure_averages_gradients_set_by_hand(
+    collective: Collective, averager: Any
+) -> None:
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3, tolerance_change=0.0)
+    averager(net, [optimizer])
+    found = []
+
+    def closure() -> float:
+        for number, parameter in enumerate(net.parameters(), start=2 + len(found)):
+            parameter.grad = torch.full_like(parameter, float(number))
+        return 1.0
+
+    def measured() -> float:
+        loss = closure()
+        found.append(loss)
+        return loss
+
+    optimizer.step(measured)
+    assert len(found) == collective.sent > 1
+    assert net.weight.grad == 10.0 * (1 + len(found))
+
+
 def test_ranks_without_a_pass_or_gradient_still_take_part(
     collective: Collective, averager: Any
 ) -> None:

@@ -59,19 +59,25 @@ def test_weighted_class_losses_take_each_type_of_class_numbers(dtype: str) -> No
     assert loss.denominators([label]).tolist() == [8.5]
 
 
-def test_tensors_that_a_loss_is_given_are_on_the_ranks_device() -> None:
-    weight = torch.ones(2)
+def test_tensors_and_modules_that_a_loss_is_given_are_on_the_ranks_device() -> None:
+    def distilled(teacher: Any, output: Any, label: Any, knobs: Any, scale: Any) -> Any:
+        raise AssertionError
+
+    teacher, knobs, scale = torch.nn.Linear(2, 1), {"beta": torch.ones(2)}, torch.tensor(1.0)
     given = (
-        functools.partial(functional.cross_entropy, weight=weight),
-        functools.partial(functools.partial(torch.nn.MSELoss()), weight),
+        functools.partial(functional.cross_entropy, weight=torch.ones(2)),
+        functools.partial(functools.partial(distilled, teacher), knobs=knobs, scale=scale),
     )
     objective = make(losses=given).on_rank(torch.device("meta"))
     assert objective.loss is not None
     first, second = objective.loss.functions
-    assert first.func is functional.cross_entropy
     assert first.keywords["weight"].is_meta
-    assert second.args[0].is_meta
-    assert not weight.is_meta
+    assert teacher.weight.is_meta
+    # A callback that holds them changes what the loss gets.
+    assert (first, second) == given
+    assert second.keywords == {"knobs": knobs, "scale": scale}
+    assert second.keywords["knobs"] is knobs
+    assert second.keywords["scale"] is scale
 
 
 def test_loss_and_metrics_agree_with_manual_code() -> None:

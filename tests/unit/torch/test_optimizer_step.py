@@ -104,6 +104,22 @@ def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     assert parameter.item() == pytest.approx(0.66)
 
 
+def test_rates_are_lowered_after_a_closure_that_fails() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    StepRate(optimizer, 3)
+
+    def failing() -> None:
+        raise ValueError("no loss")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no loss"):
+            optimizer.step(failing)
+        assert rates(optimizer) == [0.1]
+    assert step(optimizer) == pytest.approx([0.3])
+    assert rates(optimizer) == [0.1]
+
+
 def test_an_optimizer_that_computes_its_rate_has_none_to_scale() -> None:
     class OwnRate(torch.optim.SGD):
         """As Adafactor of timm: the group's rate is None, and `step` computes one."""
