@@ -23,7 +23,6 @@ _MOST_BUFFERS = 8
 _MOST_TABLES = 64
 """Number of tables above which their rows are copied to one, since a selection takes from each."""
 
-_MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64
 """Memory of a Python string besides its characters, including NumPy's pointer to it."""
 
@@ -249,12 +248,6 @@ class TableRows(Rows):
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def row_bytes(self) -> int:
-        """Mean size of a row in bytes."""
-        rows = sum(table.num_rows for table in self._tables)
-        return sum(table.nbytes for table in self._tables) // max(rows, 1)
-
     def columns(self) -> dict[str, Any]:
         """Return the rows as the column `ROWS`."""
         return {ROWS: RowTable(self._taken(slice(None)))}
@@ -320,24 +313,24 @@ class TableRows(Rows):
         return pa.concat_tables(parts).combine_chunks().take(pa.array(places))
 
 
-def row_bytes(columns: Columns) -> int:
-    """Return the approximate size of a row in bytes; text is measured in the first rows.
+def row_bytes(columns: Columns, varying_bytes: int) -> int:
+    """Return the approximate size of a row in bytes, which is the same for all parts of a run.
 
-    Text sizes are rounded up to a power of two, so that parts with slightly different text count
-    alike.
+    Parameters
+    ----------
+    columns : Columns
+        Any rows.
+    varying_bytes : int
+        Mean bytes of a row's text, or of a row of any length. Counts if the columns have these.
     """
-    total = 0
+    num_bytes, varies = 0, False
     for array in columns.values():
-        if isinstance(array, RowTable):
-            return array.nbytes // max(len(array), 1)
-        elements = math.prod(array.shape[1:])
-        if array.dtype.hasobject and array.size:
-            first = array[:_MEASURED_ROWS].reshape(-1)
-            mean = sum(len(value) for value in first) / len(first)
-            total += elements * (1 << math.ceil(math.log2(mean + _OBJECT_BYTES)))
-        else:
-            total += elements * array.itemsize
-    return total
+        is_table = isinstance(array, RowTable)
+        varies = varies or is_table or array.dtype.hasobject
+        if not is_table:
+            itemsize = _OBJECT_BYTES if array.dtype.hasobject else array.itemsize
+            num_bytes += math.prod(array.shape[1:]) * itemsize
+    return num_bytes + varying_bytes * varies
 
 
 def _tile_rows(block: Array) -> int:

@@ -107,11 +107,16 @@ class ShardPlan:
         return _unpickled, (packed, self._rows, *options)
 
     def row_bytes_of(self, specs: Iterable[ColumnSpec]) -> int:
-        """Return the bytes of a row in memory: those in the files if the columns do not tell."""
+        """Return the mean bytes of a row in memory."""
         specs = tuple(specs)
-        known = sum(spec.row_bytes for spec in specs)
-        is_known = all(spec.kind not in ("text", "rows", "any") for spec in specs)
-        return known if is_known else max(known, self.row_bytes)
+        return sum(spec.row_bytes for spec in specs) + self.varying_bytes_of(specs)
+
+    def varying_bytes_of(self, specs: Iterable[ColumnSpec]) -> int:
+        """Return the mean bytes of a row that only the files tell: of text and any values."""
+        specs = tuple(specs)
+        if all(spec.kind not in ("text", "rows", "any") for spec in specs):
+            return 0
+        return max(self.row_bytes - sum(spec.row_bytes for spec in specs), 0)
 
     @property
     def num_shards(self) -> int:

@@ -432,23 +432,22 @@ class PlannedDataModule(ChunkedDataModule):
         first_row : int
             Number of rows of the run before the first pass.
         """
+        varying_bytes = plan.varying_bytes_of(self.columns)
         if not self.inmemory_cache_all:
             parts = stack.enter_context(contextlib.closing(self.read(passes, workers)))
         else:
             rows = self._rows_in_memory(plan, workers)
             if self.transformation is None:
-                return batches_in_memory(rows, sizes, rngs, self.memory)
+                return batches_in_memory(rows, sizes, rngs, self.memory, varying_bytes)
             # Transform the rows in each pass, because transformations may be random.
             some = BatchSizes([len(rows)], -(-len(rows) // _DRAWN_ROWS), _DRAWN_ROWS)
             rngs, of_passes = itertools.tee(rngs)
-            drawn = batches_in_memory(rows, some, of_passes, self.memory)
+            drawn = batches_in_memory(rows, some, of_passes, self.memory, varying_bytes)
             parts = (chunk.rows.columns() for chunk in drawn)
             rngs = (None for _ in rngs)
         transformed = self._transformed(stack, parts, workers, first_row)
-        # A transformation may change the size of a row.
-        least = plan.row_bytes_of(self.columns) if self.transformation is None else 0
         return stream_batches(
-            transformed, sizes, rngs, self.memory, self.shuffle_buffer_bytes, least
+            transformed, sizes, rngs, self.memory, self.shuffle_buffer_bytes, varying_bytes
         )
 
     def _rows_in_memory(self, plan: ShardPlan, workers: int) -> Rows:

@@ -65,7 +65,7 @@ def stream_batches(
     rngs: Iterable[np.random.Generator | None] = (None,),
     memory: BufferPool | None = None,
     buffer_bytes: int | None = None,
-    least_row_bytes: int = 0,
+    varying_bytes: int = 0,
 ) -> Iterator[Chunk]:
     """Split rows, pass after pass, into batches of given sizes.
 
@@ -92,8 +92,8 @@ def stream_batches(
     buffer_bytes : int, optional
         Size of the shuffle buffer in bytes; at least the rows of one chunk. Default:
         `SHUFFLE_BUFFER_BYTES`.
-    least_row_bytes : int
-        Mean bytes of a row, if the rows of the first part may be smaller than the others.
+    varying_bytes : int
+        See `row_bytes`. A part tells no size, because a resumed run begins with another part.
 
     Yields
     ------
@@ -105,7 +105,7 @@ def stream_batches(
     DataError
         If the number of rows in the parts differs from the sum of the sizes.
     """
-    stream = _Stream(parts, _total(sizes), memory or BufferPool(), least_row_bytes)
+    stream = _Stream(parts, _total(sizes), memory or BufferPool(), varying_bytes)
     chunks = _ChunkSizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS))
     buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
@@ -144,6 +144,7 @@ def batches_in_memory(
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator | None],
     memory: BufferPool,
+    varying_bytes: int,
 ) -> Iterator[Chunk]:
     """Split rows in memory, pass after pass, into batches; with generators, in uniform order.
 
@@ -151,10 +152,10 @@ def batches_in_memory(
     ----------
     rows : Rows
         All rows of a pass.
-    sizes, rngs, memory
+    sizes, rngs, memory, varying_bytes
         See `stream_batches`.
     """
-    num_bytes = rows.row_bytes if isinstance(rows, TableRows) else row_bytes(rows.columns())
+    num_bytes = row_bytes(rows.slice(0, 0).columns(), varying_bytes)
     chunks = _ChunkSizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS))
     for rng in rngs:
         order = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
@@ -214,10 +215,10 @@ class _Stream:
     """The rows of all parts in sequence, pass after pass."""
 
     def __init__(
-        self, parts: Iterable[Columns], total: int, memory: BufferPool, least_row_bytes: int = 0
+        self, parts: Iterable[Columns], total: int, memory: BufferPool, varying_bytes: int = 0
     ) -> None:
         self.total = total
-        self._least_row_bytes = least_row_bytes
+        self._varying_bytes = varying_bytes
         self.memory = memory
         self._parts = iter(parts)
         self._part: Columns = next(self._parts, {})
@@ -230,7 +231,7 @@ class _Stream:
         """Return the number of rows in a given size in bytes; at least one, at most ``most``."""
         if not self._part:
             return 1
-        row = max(row_bytes(self._part), self._least_row_bytes)
+        row = row_bytes(self._part, self._varying_bytes)
         return min(max(num_bytes // max(row, 1), 1), most)
 
     def empty(self, rows: int) -> Rows:

@@ -384,7 +384,7 @@ def test_the_shuffle_buffer_bounds_the_memory_of_tables() -> None:
     buffer_bytes = 4 * part * row
     sizes = [16] * (part * parts // 16)
     found = 0
-    for chunk in stream_batches(read(), sizes, [np.random.default_rng(0)], None, buffer_bytes):
+    for chunk in stream_batches(read(), sizes, [np.random.default_rng(0)], None, buffer_bytes, row):
         most = max(most, pa.total_allocated_bytes() - before)
         found += sum(len(batch[ROWS]) for batch in chunk.batches())
     assert found == part * parts
