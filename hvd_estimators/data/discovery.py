@@ -27,7 +27,13 @@ from hvd_estimators.data.manifest import (
     Split,
     stored_names,
 )
-from hvd_estimators.data.remote_reads import OPEN_BYTES, RangeFiles, RangeRead, open_bytes
+from hvd_estimators.data.remote_reads import (
+    OPEN_BYTES,
+    RangeFiles,
+    RangeRead,
+    decoded_bytes,
+    open_bytes,
+)
 from hvd_estimators.data.tables import TableFiles
 from hvd_estimators.data.types import (
     TextColumns,
@@ -224,7 +230,7 @@ class _DataFile:
                     for position in positions:
                         chunk = group.column(position)
                         size += open_bytes(chunk)
-                        num_bytes += chunk.total_uncompressed_size
+                        num_bytes += decoded_bytes(chunk, metadata, position)
                         statistics = chunk.statistics
                         if statistics is not None and (count := statistics.null_count):
                             name = selected[column]

@@ -129,7 +129,7 @@ class RowGroup:
     footer : int
         Checksum of the file's footer, by which readers notice a replaced file; 0 if unknown.
     num_bytes : int
-        Bytes of the columns, encoded but not compressed; 0 if unknown.
+        Approximate size of the columns in memory, see `decoded_bytes`; 0 if unknown.
     """
 
     file: str

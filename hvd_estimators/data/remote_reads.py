@@ -27,7 +27,7 @@ from hvd_estimators.data.footers import (
     footer_checksum,
     is_whole,
 )
-from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
+from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec, RowRange, stored_names
 from hvd_estimators.data.range_cache import RangeCache
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
@@ -61,6 +61,36 @@ def open_bytes(chunk: Any) -> int:
         dictionary = _PAGE_BYTES if chunk.has_dictionary_page else 0
         decoded = min(decoded, page + dictionary)
     return int(decoded + min(chunk.total_compressed_size, FETCHED_BYTES))
+
+
+_WIDTHS = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "INT64": 8,
+    "INT96": 12,
+    "FLOAT": 4,
+    "DOUBLE": 8,
+    "BYTE_ARRAY": 4,
+}
+"""Bytes of a value in memory by Parquet type, without the content of text."""
+
+
+def decoded_bytes(chunk: Any, metadata: parquet.FileMetaData, leaf: int) -> int:
+    """Return the approximate size in memory of a Parquet column in a row group.
+
+    A file may store repeated values only once. Footers do not tell the size of repeated text.
+
+    Parameters
+    ----------
+    chunk : pyarrow.parquet.ColumnChunkMetaData
+        The footer's entry for the column.
+    metadata : pyarrow.parquet.FileMetaData
+        The footer.
+    leaf : int
+        Position of the column.
+    """
+    width = _WIDTHS.get(chunk.physical_type) or metadata.schema.column(leaf).length
+    return int(max(chunk.total_uncompressed_size, chunk.num_values * width))
 
 
 HOLE_BYTES = 2**18
@@ -219,6 +249,17 @@ _REQUESTS = 16
 """Maximum number of parallel requests."""
 
 
+def _text_names(specs: Iterable[ColumnSpec]) -> set[str]:
+    """Return the names of the columns that may be text, on their own or in rows."""
+    names = set()
+    for spec in specs:
+        if isinstance(spec, JoinedSpec):
+            names |= _text_names(spec.members) if spec.kind == "rows" else set()
+        elif spec.kind == "text" or (spec.kind == "any" and spec.dtype == "object"):
+            names.add(spec.name)
+    return names
+
+
 @dataclass(frozen=True)
 class RangeRead:
     """A row range that is read in slices.
@@ -268,9 +309,8 @@ class RangeFiles:
         self._names = stored_names(specs)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._text = _text_names(specs)
         self._options: dict[str, Any] = {
-            # Keep text dictionary-encoded, because many rows may share a few values.
-            "read_dictionary": [spec.name for spec in specs if spec.kind == "text"],
             "pre_buffer": False,
             # In nanoseconds, Spark's timestamps before 1677 and after 2262 would wrap.
             "coerce_int96_timestamp_unit": "us",
@@ -314,8 +354,7 @@ class RangeFiles:
         tail = self.tail(path)
         with damage_is_store_error(path):
             # A small file is parsed once and not kept, because a dataset may have many of them.
-            content = pa.BufferReader(tail) if is_whole(tail) else None
-            small = None if content is None else parquet.ParquetFile(content, **self._options)
+            small = self._parsed(pa.BufferReader(tail)) if is_whole(tail) else None
             footer = self.footers.get(path) if small is None else None
         checksum = footer_checksum(tail) if footer is None else footer.checksum
         if read.row_range.footer not in (0, checksum):
@@ -326,17 +365,27 @@ class RangeFiles:
         if footer is None:
             yield small
             return
-        options = {**self._options, "metadata": footer.metadata}
         local = self._store.local_path(path)
         if local is not None:
-            with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:
+            with self._parsed(local, footer.metadata, buffer_size=FETCHED_BYTES) as file:
                 yield file
             return
         with contextlib.closing(self._fetched(read, footer)) as source:
             # Not used as a context manager, because PyArrow does not close a file that it did not
             # open.
             buffer_size = 0 if source.is_fetched_at_once else FETCHED_BYTES
-            yield parquet.ParquetFile(source, buffer_size=buffer_size, **options)
+            yield self._parsed(source, footer.metadata, buffer_size=buffer_size)
+
+    def _parsed(
+        self, source: Any, metadata: parquet.FileMetaData | None = None, **options: Any
+    ) -> parquet.ParquetFile:
+        """Open a file, in which text stays encoded, because many rows may share a few values."""
+        if self._text:
+            metadata = metadata or parquet.read_metadata(source)
+            columns = map(metadata.schema.column, range(metadata.num_columns))
+            # A column of structs may have the name of a column that is text in other files.
+            options["read_dictionary"] = [c.path for c in columns if c.path in self._text]
+        return parquet.ParquetFile(source, metadata=metadata, **options, **self._options)
 
     def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
         path, group = read.row_range.file, read.row_range.row_group

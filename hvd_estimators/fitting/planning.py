@@ -6,6 +6,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
-from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
@@ -30,6 +31,8 @@ from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
 logger = logging.getLogger(__name__)
+
+_MEASURED_ROWS = 100
 
 
 def common_spec(
@@ -98,6 +101,9 @@ def plan_data(
         # Rows that were written in random order can be read one row group after another.
         open_bytes=0 if manifest.shuffled else buffer_bytes,
     )
+    if settings.collate is not None:
+        measured = _measured_bytes(_data_store(settings, manifest), manifest, columns)
+        plan = replace(plan, row_bytes=max(plan.row_bytes, measured))
     if settings.shuffle and not (manifest.shuffled or settings.inmemory_cache_all):
         warning = order_warning(groups, plan, columns, buffer_bytes)
         if warning:
@@ -126,6 +132,12 @@ def plan_data(
         inputs=settings.inputs,
         row_order=manifest.row_order,
     )
+
+
+def _measured_bytes(store: Store, manifest: DatasetManifest, columns: Sequence[ColumnSpec]) -> int:
+    """Return the mean size of the first rows, because footers do not tell that of repeated text."""
+    rows: Any = first_rows(store, replace(manifest, columns=tuple(columns)), _MEASURED_ROWS)[ROWS]
+    return int(rows.nbytes // len(rows))
 
 
 def _reader_options(settings: Settings, store: Store) -> ReaderOptions:

@@ -18,7 +18,8 @@ from pyarrow import compute, parquet
 
 from hvd_estimators.data.footers import damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
-from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead, decoded_bytes
+from hvd_estimators.data.types import is_bytes, is_string
 from hvd_estimators.exceptions import StoreError
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ def range_tables(
         columns=stored_names(specs),
         use_threads=False,
     )
-    text = [spec.name for spec in specs if spec.kind == "text"]
+    varying = _varying(specs)
     position = 0
     for batch in _readable(batches, row_range):
         start, stop = row_range.start - position, row_range.stop - position
@@ -160,7 +161,7 @@ def range_tables(
         rows = batch.slice(max(start, 0), min(stop, batch.num_rows) - max(start, 0))
         range_ends = stop <= batch.num_rows
         slice_ends = range_ends or (read.rows is not None and position % read.rows == 0)
-        cuts = _cuts(rows, text)
+        cuts = _cuts(rows, varying)
         for first, last in itertools.pairwise(cuts):
             table = pa.Table.from_batches([rows.slice(first, last - first)])
             yield table, slice_ends and last == cuts[-1]
@@ -175,34 +176,39 @@ def _readable(batches: Iterator[pa.RecordBatch], row_range: RowRange) -> Iterato
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:
-    """Return the decoded size of a row; for text and rows of any length, the size in the footer.
-
-    Text stays dictionary-encoded, so it needs no more memory than in the file.
-    """
+    """Return the size of a row, in which text stays encoded; see `decoded_bytes`."""
     group = groups.row_group(row_range.row_group)
     size = sum(spec.row_bytes for spec in specs)
-    text = stored_names(spec for spec in specs if spec.kind in ("text", "rows"))
-    columns = (group.column(i) for i in range(group.num_columns)) if text else ()
-    stored = sum(
-        c.total_uncompressed_size
-        for c in columns
-        if c.path_in_schema in text or c.path_in_schema.startswith(tuple(f"{n}." for n in text))
-    )
+    text = _varying(specs)
+    inner = tuple(f"{name}." for name in text)
+    stored = 0
+    for leaf in range(group.num_columns) if text else ():
+        chunk = group.column(leaf)
+        if chunk.path_in_schema in text or chunk.path_in_schema.startswith(inner):
+            stored += decoded_bytes(chunk, groups, leaf)
     return float(size + stored / max(group.num_rows, 1))
 
 
-def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
-    """Return the split points of rows so that each piece has `PART_BYTES` of text, or one row."""
-    if not text:
+def _varying(specs: Sequence[ColumnSpec]) -> tuple[str, ...]:
+    """Return the names of the stored columns whose rows may differ in size."""
+    return stored_names(spec for spec in specs if spec.kind in ("text", "rows"))
+
+
+def _cuts(rows: pa.RecordBatch, names: Sequence[str]) -> list[int]:
+    """Return the split points of rows so that each piece has `PART_BYTES` of text, or one row.
+
+    The text is in some of the named columns.
+    """
+    if not names:
         return [0, rows.num_rows]
     sizes = np.zeros(rows.num_rows, np.int64)
-    for name in text:
+    for name in names:
         column = rows.column(rows.schema.get_field_index(name))
         if pa.types.is_dictionary(column.type):
             lengths = compute.binary_length(column.dictionary).fill_null(0).to_numpy()
             indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
             sizes += lengths[indices] if len(lengths) else 0
-        else:
+        elif is_string(column.type) or is_bytes(column.type):
             sizes += compute.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     pieces = (np.cumsum(sizes) - sizes) // PART_BYTES
     return [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), rows.num_rows]

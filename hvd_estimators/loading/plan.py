@@ -92,7 +92,7 @@ class ShardPlan:
     min_batch_rows : int
         Rows that each batch of a shard has if its rows suffice; see `BatchSizes`.
     row_bytes : int
-        Mean bytes of a row in the files, see `RowGroup.num_bytes`.
+        Mean size of a row in memory, see `RowGroup.num_bytes`.
     """
 
     shards: Sequence[tuple[RowRange, ...]]

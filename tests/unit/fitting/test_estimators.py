@@ -3,9 +3,13 @@
 import inspect
 import sys
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
+from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
@@ -108,6 +112,19 @@ def test_the_plan_for_all_ranks_has_the_drivers_reader(params, monkeypatch):
         estimator = TorchEstimator(**params, data_module=given)
         settings = Fit(estimator).settings
         assert plan_data(settings, manifest, 2, 2, 0).data_module == expected
+
+
+def test_the_plan_measures_text_that_files_store_once(params, tmp_path):
+    rows = 1000
+    table = pa.table({"features": ["x" * 5000] * rows, "label": np.zeros(rows)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    names = ["features", "label"]
+    manifest = read_manifest(
+        params["store"], str(tmp_path), None, names, allow_text=dict.fromkeys(names, "any")
+    )
+    settings = Fit(TorchEstimator(**params, collate_fn=len)).settings
+    plan = plan_data(settings, manifest, 2, 2, 0).train_plan
+    assert plan.row_bytes == pytest.approx(table.nbytes / rows, rel=0.01)
 
 
 def test_accessors_of_horovod_spark_exist():

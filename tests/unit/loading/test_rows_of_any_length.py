@@ -19,14 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import JoinedSpec
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.collate_fn import CollateFunction
+from hvd_estimators.loading.interleave import PART_BYTES, read_tables
 from hvd_estimators.loading.plan import order_warning, plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule, VirtualShards
 from hvd_estimators.loading.shuffle import stream_batches
@@ -343,6 +346,49 @@ def test_timestamps_keep_dates_that_nanoseconds_cannot_hold(tmp_path: Path) -> N
     parquet.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
     rows, _, _ = load_rows(tmp_path, "t")
     assert rows.table.to_pydict() == {"t": moments}
+
+
+def repeated_numbers(rows: int) -> pa.Array:
+    return pa.array([[0] * 999 + [row] for row in range(rows)], pa.list_(pa.int64()))
+
+
+def repeated_bytes(rows: int) -> pa.Array:
+    return pa.array([bytes([row % 5]) * 8000 for row in range(rows)], pa.binary(8000))
+
+
+def repeated_text(rows: int) -> pa.Array:
+    return pa.array([None if row == 3 else str(row % 5) * 8000 for row in range(rows)])
+
+
+@pytest.mark.parametrize("padding", [0, 100], ids=["small file", "large file"])
+@pytest.mark.parametrize("made", [repeated_numbers, repeated_bytes, repeated_text])
+def test_a_part_is_bounded_if_files_store_repeated_values_once(
+    tmp_path: Path, made: Callable[[int], pa.Array], padding: int
+) -> None:
+    rows = 5000
+    noise = np.random.default_rng(0).bytes(rows * padding)
+    noises = [noise[row * padding : (row + 1) * padding] for row in range(rows)]
+    table = pa.table({"v": made(rows), "noise": noises})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    names = ["v", "noise"]
+    manifest = read_manifest(
+        LocalStore(str(tmp_path)),
+        str(tmp_path),
+        None,
+        names,
+        allow_text=dict.fromkeys(names, "any"),
+    )
+    specs = (JoinedSpec(ROWS, "rows", "object", members=manifest.columns),)
+    plan = plan_shards(manifest.train.row_groups, 1)
+    files = RangeFiles(LocalStore(str(tmp_path)), specs)
+    parts = [
+        table_to_columns(part, specs)[ROWS].table
+        for part, _ in read_tables(files, RangeRead(plan.shards[0][0]))
+    ]
+    assert pa.concat_tables(parts).equals(table)
+    assert max(part.nbytes for part in parts) < 1.1 * PART_BYTES
+    if made is not repeated_text:  # whose size footers do not tell
+        assert plan.row_bytes == pytest.approx(table.nbytes / rows, rel=0.01)
 
 
 def test_the_shuffle_buffer_is_bounded_if_the_first_rows_are_short(tmp_path: Path) -> None:
