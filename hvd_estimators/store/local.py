@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 import fsspec
 
@@ -43,7 +44,8 @@ class LocalStore(Store):
     def get_full_path(self, path: str) -> str:
         """Return an absolute path without a scheme."""
         if path.startswith("file:"):
-            path = unquote(urlparse(path).path)
+            # Not parsed as a URL, because "#" and "?" are part of a file's name.
+            path = unquote(re.sub("^file:(//[^/]*)?", "", path))
         elif scheme_of(path):
             raise ParamError(
                 f"path: expected one of this machine's, found {path!r}. A store keeps everything "

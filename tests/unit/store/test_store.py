@@ -45,6 +45,8 @@ def test_an_error_does_not_count_as_missing(store, monkeypatch, error):
         ("file:/data/experiments", "/data/experiments"),
         ("file://localhost/data/experiments", "/data/experiments"),
         ("file:///data/my%20experiments", "/data/my experiments"),
+        ("file:///data/run#1?", "/data/run#1?"),
+        ("file:/data/run%231#2", "/data/run#1#2"),
         ("/data/a b", "/data/a b"),
         ("/data/a#b?c", "/data/a#b?c"),
         ("/data/100%25", "/data/100%25"),  # a path is not decoded
