@@ -67,13 +67,16 @@ def exported(
         If the destination exists and ``overwrite`` is False, or it cannot be written.
     """
     require_path("path", path)
-    name = posixpath.basename(path.rstrip("/")) if path else ""
-    if not name:
-        raise ParamError(f"path: expected where to write to, found {path!r}.")
-    parent = posixpath.dirname(path.rstrip("/")) or "."
-    store = Store.create(parent, storage_options=dict(storage_options or {}))
-    folder = store.get_full_path(parent).rstrip("/")
-    target = f"{folder}/{name}"
+    unusable = ParamError(
+        f"path: expected where to write to, found {path!r}. Set the path of a file or a folder."
+    )
+    if not path or posixpath.basename(path.rstrip("/")) in ("", ".", "..", "~"):
+        raise unusable
+    store = Store.create(path, storage_options=dict(storage_options or {}))
+    folder, _, name = store.folder.rpartition("/")
+    if not name or folder.endswith(":/"):  # the latter for a bucket
+        raise unusable
+    target = store.folder
     if store.exists(target) and not overwrite:
         raise StoreError(f"path: {path!r} exists. Set overwrite=True to replace it.")
     on_disk = store.local_path(target)

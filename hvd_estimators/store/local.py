@@ -218,7 +218,15 @@ class DBFSLocalStore(_MountedStore):
 
 
 class VolumesStore(_MountedStore):
-    """Store in a Unity Catalog volume, as ``/Volumes/catalog/schema/volume/path``."""
+    """Store in a Unity Catalog volume, as ``/Volumes/catalog/schema/volume/path``.
+
+    Spark's form of the path begins with ``dbfs:``.
+    """
+
+    def get_full_path(self, path: str) -> str:
+        """Return the path on the mount."""
+        is_of_spark = path.startswith("dbfs:/Volumes/")
+        return super().get_full_path(path.removeprefix("dbfs:") if is_of_spark else path)
 
     def spark_urls(self, path: str) -> Sequence[str]:
         """Return ``dbfs:/Volumes/…``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""

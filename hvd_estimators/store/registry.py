@@ -79,7 +79,7 @@ _databricks: dict[str, type[Any] | str] = {
 }
 """Stores that exist only on Databricks."""
 
-_DBFS = re.compile(r"(?:dbfs:(?=/(?!/))|(?:file:(?://)?)?/dbfs(?=/|$))(.*)", re.DOTALL)
+_DBFS = re.compile(r"(?:dbfs:(?=/(?!/|Volumes/))|(?:file:(?://)?)?/dbfs(?=/|$))(.*)", re.DOTALL)
 
 
 def register_store(scheme: str, store: type[Any] | str) -> None:
@@ -181,7 +181,7 @@ def dbfs_path(path: str) -> str | None:
 def _databricks_key(path: str) -> str | None:
     if dbfs_path(path) is not None:
         return "dbfs"
-    return "volumes" if path.startswith("/Volumes/") else None
+    return "volumes" if path.removeprefix("dbfs:").startswith("/Volumes/") else None
 
 
 def _class(stores: dict[str, type[Any] | str], key: str) -> type[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import tensorflow as tf
 
 from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
 from hvd_estimators.keras import KerasModel
+from hvd_estimators.saving.export import exported
+from hvd_estimators.store import DBFSLocalStore
 
 
 def run(document: Path | bytes, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +27,35 @@ def run(document: Path | bytes, inputs: dict[str, Any]) -> dict[str, Any]:
     session = onnxruntime.InferenceSession(given)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def test_an_export_goes_to_the_root_of_a_filesystem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
+    mount = tmp_path / "mount"
+    monkeypatch.setattr("hvd_estimators.store.local.MOUNT", str(mount))
+    monkeypatch.setattr(DBFSLocalStore.__init__, "__kwdefaults__", {"mount": str(mount)})
+    memory = fsspec.filesystem("memory")
+    paths = {
+        "memory://model": lambda: memory.cat("/model"),
+        "dbfs:/model": (mount / "model").read_bytes,
+        f"file://{tmp_path}/a%20b": (tmp_path / "a b").read_bytes,
+        "relative": (tmp_path / "relative").read_bytes,
+    }
+    for path, read in paths.items():
+        with exported(path, False, None) as made:
+            Path(made).write_bytes(path.encode())
+        assert read() == path.encode()
+    memory.rm("/model")
+    assert sorted(os.listdir()) == ["a b", "mount", "relative"]
+
+
+@pytest.mark.parametrize("path", ["", "/", ".", "a/..", "~", "file:///", "s3://bucket", "s3://a/"])
+def test_an_export_needs_the_name_of_a_file_or_folder(path: str) -> None:
+    with pytest.raises(ParamError, match="expected where to write"), exported(path, True, None):
+        pass
 
 
 def test_keras_models_are_exported_as_saved_model_or_onnx(

@@ -33,7 +33,9 @@ def test_all_forms_of_a_dbfs_path_are_equivalent(databricks, path):
     assert DBFSLocalStore.matches_dbfs(path)
 
 
-@pytest.mark.parametrize("path", ["dbfs://a/b", "/dbfsx/a", "/a/dbfs/b", "file:///a", "s3://b/a"])
+@pytest.mark.parametrize(
+    "path", ["dbfs://a/b", "/dbfsx/a", "/a/dbfs/b", "file:///a", "s3://b/a", "dbfs:/Volumes/a/b"]
+)
 def test_other_paths_are_not_on_dbfs(path):
     assert not DBFSLocalStore.matches_dbfs(path)
     with pytest.raises(ParamError, match="expected a path on DBFS"):
@@ -52,10 +54,13 @@ def test_local_and_volume_paths_on_databricks(databricks):
     assert type(Store.create("/local_disk0/a")) is LocalStore
     with pytest.raises(ParamError, match="no store for the scheme 'dbfs'"):
         Store.create("dbfs://a")
-    store = Store.create("/Volumes/main/default/volume/a")
-    assert type(store) is VolumesStore
-    assert store.prefix_path == "/Volumes/main/default/volume/a"
-    assert store.spark_url(store.prefix_path) == "dbfs:/Volumes/main/default/volume/a"
+    for path in ("/Volumes/main/default/volume/a", "dbfs:/Volumes/main/default/volume/a"):
+        store = Store.create(path)
+        assert type(store) is VolumesStore
+        assert store.prefix_path == "/Volumes/main/default/volume/a"
+        assert store.spark_url(store.prefix_path) == "dbfs:/Volumes/main/default/volume/a"
+        with pytest.raises(ParamError, match="found 'dbfs:/a'"):
+            store.get_full_path("dbfs:/a")
 
 
 def test_explicit_paths():
