@@ -61,6 +61,13 @@ def num_rows(columns: Columns) -> int:
     return len(next(iter(columns.values())))
 
 
+def as_array(values: Any) -> Array:
+    """Return values as an array, text as objects: NumPy's own types lose null bytes at the end."""
+    array = np.asarray(values)
+    is_text = array.dtype.kind in "SU" and not isinstance(values, np.ndarray)
+    return np.asarray(values, object) if is_text else array
+
+
 def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
     """Select rows of every column."""
     return {name: array[indices] for name, array in columns.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.arrays import Array, as_array
 from hvd_estimators.data.rows import ROWS, GivenRows, one_array
 from hvd_estimators.data.types import is_list, without_decimals
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
@@ -302,7 +302,7 @@ def _column(values: Any, name: str) -> Array | pa.Array:
             known = next((value for value in values if value is not None), None)
             values = [_dense(v) for v in values] if isinstance(known, bytearray) else values
         try:
-            array = values if isinstance(values, np.ndarray) else np.asarray(values)
+            array = as_array(values)
         except ValueError as error:
             if not any(map(_holds_none, values)):
                 raise DataError(

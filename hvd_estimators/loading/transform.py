@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.data.arrays import Array, Columns, num_rows, take
+from hvd_estimators.data.arrays import Array, Columns, as_array, num_rows, take
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DataError, ParamError
 
@@ -97,7 +97,7 @@ class Transformation:
         }
         if self.batch_function is not None:
             returned = _checked(self.batch_function(columns), "transformation_batch_fn")
-            arrays = {name: np.asarray(column) for name, column in returned.items()}
+            arrays = {name: as_array(column) for name, column in returned.items()}
             for name, array in arrays.items():
                 if array.ndim == 0 or len(array) != rows:
                     raise DataError(
@@ -283,7 +283,7 @@ def _checked(returned: Any, name: str = "transformation_fn") -> Mapping[str, Any
 
 
 def _stack(values: Sequence[Any], name: str) -> Array:
-    arrays = [np.asarray(value) for value in values]
+    arrays = [as_array(value) for value in values]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise DataError(

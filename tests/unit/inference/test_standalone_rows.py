@@ -55,8 +55,9 @@ def test_columns_hold_arrays_and_text() -> None:
         np.testing.assert_array_equal(read_table({"x": given}, ["x"], [], ()).columns["x"], B)
     images = pd.Series([np.full((2, 2), i) for i in range(3)])
     assert read_table({"x": images}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
-    texts = read_table({"x": ["a", "bc"]}, ["x"], [], {"x"}).columns["x"]
-    assert (texts.dtype, texts.tolist()) == (object, ["a", "bc"])
+    for given in (["a", "bc\0"], [b"\0", b"bc\0\0"]):
+        texts = read_table({"x": given}, ["x"], [], {"x"}).columns["x"]
+        assert (texts.dtype, texts.tolist()) == (object, given)
 
 
 @pytest.mark.parametrize(

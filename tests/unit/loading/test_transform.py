@@ -72,7 +72,7 @@ def test_row_and_batch_functions_are_equivalent(form):
         (Transformation(lambda r: dict.fromkeys("xyz"[: r["y"] + 1], 1)), "fields for some rows"),
         (Transformation(lambda row: {"x": 1}, needed=("y",)), "no field 'y'; its fields are x"),
         (Transformation(lambda row: row, removed=("y",), needed=("y",)), "no field 'y'"),
-        (Transformation(lambda row: row, needed=("word",)), "'word' is str.* Make numbers"),
+        (Transformation(lambda row: row, needed=("word",)), "'word' is object.* Make numbers"),
         (
             Transformation(by_row, edited=(EditedField("pair", "float32", (3,)),)),
             r"'pair' has rows of shape \(2,\) .* says \(3,\)",
@@ -83,6 +83,23 @@ def test_row_and_batch_functions_are_equivalent(form):
 def test_invalid_results_are_rejected(transformation, message):
     with pytest.raises(DataError, match=message):
         transformation(COLUMNS)
+
+
+@pytest.mark.parametrize("values", [["a\0", "\0", "b"], [b"a\0\0", b"", b"b"]])
+def test_text_keeps_null_bytes_at_its_end(values):
+    columns = {"x": np.arange(3)}
+    options = {"needed": ("text", "pair"), "text": ("text", "pair")}
+
+    def by_row(row):
+        return {"text": values[row["x"]], "pair": [values[row["x"]]] * 2}
+
+    def by_batch(columns):
+        return {"text": values, "pair": [[value] * 2 for value in values]}
+
+    for function in ({"row_function": by_row}, {"batch_function": by_batch}):
+        made = Transformation(**function, **options)(columns)
+        assert made["text"].tolist() == values
+        assert made["pair"].tolist() == [[value, value] for value in values]
 
 
 def test_edited_fields_may_be_tuples_of_more_than_three_entries():
