@@ -268,6 +268,14 @@ def _work(connection: Connection, sent: bytes) -> None:
             _write(connection, result, None if slot is None else slots[slot])
         except (BrokenPipeError, ConnectionError):
             return
+        except Exception as error:  # Pickle's, before anything was sent.
+            unsent = DataError(
+                "The result of the function cannot be sent from a worker process to the rank "
+                f"({type(error).__name__}: {error}). Return what can be pickled, or set "
+                "reader_pool_type='thread'."
+            )
+            with contextlib.suppress(BrokenPipeError, ConnectionError):
+                _write(connection, unsent)
 
 
 def _loaded(sent: bytes) -> Any:

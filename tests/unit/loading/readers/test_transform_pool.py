@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from numbered_rows import Dataset, module, steps
 
-from hvd_estimators.exceptions import ReaderError
+from hvd_estimators.exceptions import DataError, ReaderError
 from hvd_estimators.loading.transform import Transformation, Transformed
 from hvd_estimators.loading.transform_pool import TransformPool
 
@@ -133,6 +134,16 @@ def test_a_killed_worker_is_named(dataset):
 
     with pytest.raises(ReaderError, match=r"ended \(SIGKILL\).*train_reader_num_workers"):
         read(dataset, 1, kill)
+
+
+def test_a_result_that_cannot_be_pickled_is_named():
+    pool = TransformPool(lambda piece: threading.Lock() if piece == 1 else piece, 1)
+    try:
+        with pytest.raises(DataError, match=r"TypeError: .*lock.* reader_pool_type='thread'"):
+            list(pool.map(iter([(0, [1]), (1, [1])])))
+        assert list(pool.map(iter([(2, [1]), (3, [1])]))) == [2, 3]
+    finally:
+        pool.close()
 
 
 def test_arrays_of_several_forms_keep_their_values():
