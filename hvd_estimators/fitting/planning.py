@@ -18,7 +18,6 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
-from hvd_estimators.fitting.stores import store_of
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
 from hvd_estimators.loading.spec import (
@@ -28,6 +27,7 @@ from hvd_estimators.loading.spec import (
     choose_data_module,
 )
 from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store.base import store_of
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
 logger = logging.getLogger(__name__)

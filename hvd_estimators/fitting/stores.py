@@ -26,7 +26,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
 from hvd_estimators.prepare.tables import describe_table
-from hvd_estimators.store.base import Store, as_store
+from hvd_estimators.store.base import Store, as_store, store_of
 
 STORE_SETTING = "spark.hvdEstimators.store"
 """Spark setting with the path or URL of an application's default store."""
@@ -224,19 +224,6 @@ def find_tables(
 def _address(url: str) -> str:
     # In local URLs alone, stores take escapes for the characters that they stand for.
     return quote(url, safe=":/") if url.startswith("file:") else url
-
-
-def store_of(path: str, own: Store, name: str = "path") -> Store:
-    """Return a store that opens a path: the given one if it can, otherwise one at the path.
-
-    A new store has no ``storage_options``; its credentials come from the environment. Errors call
-    the path ``name``.
-    """
-    try:
-        own.checked_path(name, path)
-    except ParamError:
-        return as_store(path, name)
-    return own
 
 
 def _listed(name: str, given: Any) -> list[str]:

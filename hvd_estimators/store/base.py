@@ -94,6 +94,19 @@ def as_store(given: Any, name: str = "store") -> Store:
     return given
 
 
+def store_of(path: str, own: Store, name: str = "path") -> Store:
+    """Return a store that opens a path: the given one if it can, otherwise one at the path.
+
+    A new store has no ``storage_options``; its credentials come from the environment. Errors call
+    the path ``name``.
+    """
+    try:
+        own.checked_path(name, path)
+    except ParamError:
+        return as_store(path, name)
+    return own
+
+
 class Store(LeftOutNames, StorePaths):
     """Storage of a training run's data, checkpoints and logs under one prefix.
 

@@ -23,7 +23,7 @@ import torch
 from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.base import Store
+from hvd_estimators.store.base import Store, store_of
 from hvd_estimators.store.checkpoints import TensorFile
 from hvd_estimators.store.files import fetch
 from hvd_estimators.torch.tensor_files import StoredTensor, TensorReader
@@ -130,13 +130,8 @@ def find_weights_in(module: Any, store: Store, folder: str | None = None) -> Non
     if weights is not None:
         if weights.is_base or folder is None:
             folder = weights.folder
-        set_stored_weights(module, replace(weights, store=_serving(folder, store), folder=folder))
-
-
-def _serving(path: str, store: Store) -> Store:
-    """Return a store if it is of a path's kind, and otherwise one with the environment's keys."""
-    own = Store.create(path)
-    return store if type(store) is type(own) else own
+        own = store_of(folder, store, "init_weights")
+        set_stored_weights(module, replace(weights, store=own, folder=folder))
 
 
 def weights_place(module: Any) -> tuple[Store, str] | None:
@@ -254,7 +249,7 @@ def loading_weights(
 def find_weights(path: str, store: Store) -> StoredWeights:
     """Return the safetensors files at a path: a file, or a folder with files.
 
-    ``store`` is the store of the run, whose options serve files of its kind.
+    ``store`` is the store of the run, whose options serve files of its filesystem.
 
     Raises
     ------
@@ -263,7 +258,7 @@ def find_weights(path: str, store: Store) -> StoredWeights:
     StoreError
         If the storage cannot be queried.
     """
-    store = _serving(path, store)
+    store = store_of(path, store, "init_weights")
     full = store.get_full_path(path).rstrip("/")
     folder, names = full, [name for name in store.names(full) if name.endswith(_SUFFIX)]
     index = store.read_if_exists(f"{full}/{INDEX}") if names else None

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import fsspec
 import pytest
 import torch
+from counted import CountedFileSystem
 from safetensors.torch import load_file, save_file
 
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store import LocalStore
+from hvd_estimators.store import FilesystemStore, LocalStore, registry
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import dump_module, load_module
@@ -82,6 +84,23 @@ def test_a_module_gets_the_weights_of_files_and_keeps_what_they_lack(tmp_path: P
     assert loaded.head.weight.tolist() == [[0.25] * 4] * 2
     # Layers are made as ever afterwards.
     assert not torch.nn.Linear(1, 1).weight.is_meta
+
+
+def test_the_files_may_be_on_another_filesystem_than_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores of one class, as those on S3 and on GCS are."""
+    fsspec.register_implementation("counted", CountedFileSystem, clobber=True)
+    monkeypatch.setattr(CountedFileSystem, "_note", lambda *_: None)
+    monkeypatch.setitem(registry._stores, "counted", FilesystemStore)
+    net, run = trained(), FilesystemStore("memory://run")
+    path = save(tmp_path / "base", net)
+    module: Any = made_without_weights(Net, f"counted://{path}", run)
+    find_weights_in(module, run)
+    load_weights(module)
+    torch.testing.assert_close(module.head.weight, net.head.weight, rtol=0, atol=0)
+    with pytest.raises(ParamError, match=r"^init_weights: no store for the scheme 'nothing'"):
+        made_without_weights(Net, "nothing://base", run)
 
 
 def test_lacking_weights_are_told_and_renamed_ones_are_an_error(
