@@ -135,7 +135,7 @@ def plan_data(
 
 
 def _measured_bytes(store: Store, manifest: DatasetManifest, columns: Sequence[ColumnSpec]) -> int:
-    """Return the mean size of the first rows, because footers do not tell that of repeated text."""
+    """Return the mean size of the first rows; footers do not tell the size of repeated text."""
     rows: Any = first_rows(store, replace(manifest, columns=tuple(columns)), _MEASURED_ROWS)[ROWS]
     return int(rows.nbytes // len(rows))
 
