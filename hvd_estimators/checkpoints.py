@@ -142,7 +142,7 @@ def _opened(
     """Open the selected checkpoint; yield store, path, content of the manifest, and the file."""
     by_name = which in ("newest", "best")
     if run_id is None and by_name and isinstance(store, str):
-        which, by_name, store = store, False, posixpath.dirname(store)
+        which, by_name = store, False
     store = as_store(store)
     if not isinstance(which, str):
         raise ParamError(

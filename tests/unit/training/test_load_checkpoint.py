@@ -45,7 +45,9 @@ def epoch_of(checkpoint: Any) -> int:
     return int(epoch)
 
 
-def test_checkpoints_load_by_newest_best_or_path(store: Any) -> None:
+def test_checkpoints_load_by_newest_best_or_path(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, torch_file)
     paths = store.get_checkpoints("mine")
     newest = load_checkpoint(store, run_id="mine")
@@ -59,6 +61,8 @@ def test_checkpoints_load_by_newest_best_or_path(store: Any) -> None:
     assert epoch_of(load_checkpoint(store.prefix_path, run_id="mine")) == 4
     assert epoch_of(load_checkpoint(paths[0])) == 1
     assert epoch_of(load_checkpoint(store, which=paths[0])) == 1
+    monkeypatch.chdir(Path(paths[0]).parent)
+    assert epoch_of(load_checkpoint(Path(paths[0]).name)) == 1
 
 
 def test_damaged_checkpoints_are_skipped_and_named(
