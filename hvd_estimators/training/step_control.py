@@ -16,6 +16,7 @@ Runs on the ranks; imports no framework.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -201,8 +202,9 @@ class StopRequest:
     """Context manager in which all ranks agree that one of them has received a stop request.
 
     In the block, SIGTERM does not end the process. It counts as a request, and the rank has a grace
-    period (`hvd_estimators.launch.rank.graceful_stop`). Use it in the rank's main thread. In
-    another thread, a rank receives no signals, and detects only the requests of other ranks.
+    period (`hvd_estimators.launch.rank.graceful_stop`). It does end children that the rank forks.
+    Use the block in the rank's main thread. In another thread, a rank receives no signals, and
+    detects only the requests of other ranks.
 
     Parameters
     ----------
@@ -277,6 +279,16 @@ class StopRequest:
         self._is_stop_requested = True
         # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
+
+
+def _end_on_sigterm() -> None:
+    """Let SIGTERM end a forked child, as `multiprocessing` expects; only the rank saves state."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(getattr(handler, "__self__", None), StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_on_sigterm)
 
 
 def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +108,38 @@ def test_sigterm_is_a_request_only_within_the_block(directory: str, monkeypatch:
     assert signal.getsignal(signal.SIGTERM) is before
     assert graceful_stop.grace_asked(directory) == 0.0
     assert os.listdir(directory) == []
+
+
+@pytest.mark.forks
+def test_sigterm_ends_forked_children(directory: str) -> None:
+    def end_child() -> int:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, b"1")  # the child is ready for signals
+            time.sleep(300)
+            os._exit(0)
+        assert os.read(reading, 1) == b"1"
+        os.close(reading)
+        os.close(writing)
+        os.kill(child, signal.SIGTERM)
+        killer = threading.Timer(30, os.kill, (child, signal.SIGKILL))
+        killer.start()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        killer.cancel()
+        return status
+
+    with StopRequest(lambda own: own, 1) as stop:
+        # Lightning's callback sets a handler that it has read.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        assert end_child() == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert any(stop.after_step() for _ in range(2**17))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    try:
+        assert end_child() == 7  # a handler of the user
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
