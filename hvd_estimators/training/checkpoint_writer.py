@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, Self
 
-from hvd_estimators.exceptions import StoreError, StoreUnavailableError
+from hvd_estimators.exceptions import (
+    StoreError,
+    StoreUnavailableError,
+    TrainingInterruptedError,
+)
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
@@ -106,7 +110,8 @@ class CheckpointWriter:
         try:
             self.finish()
         except Exception as error:
-            if exc is None:
+            # Ranks that stop on request say that there is a checkpoint.
+            if exc is None or isinstance(exc, TrainingInterruptedError):
                 raise
             # The error that ended training is more important.
             logger.warning("%s", error)

@@ -69,7 +69,8 @@ class StepControl:
     """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
     In the block, SIGTERM and the spec's ``preemption_check`` count as stop requests, see
-    `StopRequest`.
+    `StopRequest`. The block must enclose that of the `CheckpointWriter`: ranks that have stopped on
+    request wait at its end until rank 0 has written the checkpoint.
 
     Parameters
     ----------
@@ -107,8 +108,12 @@ class StepControl:
         self._stack.enter_context(watching(self._check, self._stop.ask))
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+        with self._stack:
+            if isinstance(exc, TrainingInterruptedError):
+                # The end of a rank soon ends the others. Rank 0 comes here with its checkpoint
+                # in the store; if that has failed, its end ends this wait.
+                self._sum_over_ranks(0.0, "stopped")
 
     def request_stop(self) -> None:
         """Ask all ranks to save the run and to stop after a step. Any thread may call it."""

@@ -5,25 +5,52 @@ The arguments are the folder of a store and the folder for the notes of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import torch
 from reference import fit
 from resuming import DataDependent
 
+from hvd_estimators.store import FilesystemStore
+
 cloudpickle.register_pickle_by_value(sys.modules["resuming"])
 
 SLOW = "slow"
 """A file of the folder: how many seconds a step takes, so that somebody can interrupt training."""
 
+UPLOADS = "uploads"
+"""A file of the folder: how many seconds an upload takes, or that it fails."""
+
 EPOCHS = 20
+
+
+class SlowUploads(FilesystemStore):
+    """Store whose checkpoints take as long as a folder's file says, or fail."""
+
+    def __init__(self, prefix_path: str, folder: Path) -> None:
+        super().__init__(prefix_path)
+        self.uploads = folder / UPLOADS
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Open a file, and wait before it is published."""
+        with super().open_atomic(path) as file:
+            yield file
+            if path.endswith(".ckpt") and self.uploads.exists():
+                seconds = self.uploads.read_text()
+                (self.uploads.parent / "begun").touch()
+                if seconds == "fail":
+                    raise OSError("no such luck")
+                time.sleep(float(seconds))
 
 
 class Telling(DataDependent):

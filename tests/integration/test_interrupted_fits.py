@@ -14,15 +14,16 @@ import interrupted_job
 import psutil
 import pytest
 import resuming
-from interrupted_job import EPOCHS, SLOW, run, when_training
+from interrupted_job import EPOCHS, SLOW, UPLOADS, SlowUploads, run, when_training
 from pyspark import InheritableThread
 from reference import write_rows
 from saved_checkpoints import read_state
 from test_resuming import assert_equal_bits, end_of
 
-from hvd_estimators.exceptions import JobCancelledError
+from hvd_estimators.exceptions import JobCancelledError, WorkerStoreError
 from hvd_estimators.fitting import restarts
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank import supervisor
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.store.leases import holder, lease_path
 from hvd_estimators.store.runs import read_metadata
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, store: Any) -> Path:
     """Folder for the notes of ranks; the store has data."""
     import cloudpickle
 
-    for module in (resuming, interrupted_job):
+    for module in (resuming, interrupted_job, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
@@ -46,6 +47,19 @@ def folder(tmp_path: Path, store: Any) -> Path:
     # Ranks agree about once a second; two fits must not finish the run before that.
     (told / SLOW).write_text("0.3")
     return told
+
+
+class Leaving:
+    """Notice on one machine, once there is a file."""
+
+    def __init__(self, notice: str) -> None:
+        self.notice = notice
+
+    def __call__(self) -> bool:
+        if os.environ["HOROVOD_RANK"] == "1" and os.path.exists(self.notice):
+            os.unlink(self.notice)
+            return True
+        return False
 
 
 def position(store: Any) -> tuple[int, int]:
@@ -113,15 +127,15 @@ def test_a_notice_on_one_machine_saves_the_step_and_the_relaunch_loses_none(
     backend: Any, store: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "_LEAVING_PAUSE", 0.1)
+    # Ranks that end meanwhile would end the one that uploads.
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.2)
+    (folder / UPLOADS).write_text("1.5")
     notice = folder / "notice"
-
-    def is_leaving() -> bool:
-        if os.environ["HOROVOD_RANK"] == "1" and notice.exists():
-            notice.unlink()
-            return True
-        return False
+    saved: list[list[int]] = []
 
     def go_on() -> None:
+        saved.append([read_state(store, path).rows for path in store.get_checkpoints("asked")])
+        (folder / UPLOADS).unlink()
         (folder / SLOW).unlink()
 
     def give_notice() -> None:
@@ -129,11 +143,15 @@ def test_a_notice_on_one_machine_saves_the_step_and_the_relaunch_loses_none(
         when_training(folder, go_on)
 
     when_training(folder, give_notice)
-    params: dict[str, Any] = {"preemption_check": is_leaving, "max_restarts": 1, "verbose": 1}
+    check = Leaving(str(notice))
+    params: dict[str, Any] = {"preemption_check": check, "max_restarts": 1, "verbose": 1}
+    slow = SlowUploads(store.prefix_path, folder)
     # The shared ranks of tests raise errors of their own.
-    model = run(store, LocalBackend(2), str(folder), "asked", **params)
+    model = run(slow, LocalBackend(2), str(folder), "asked", **params)
 
     assert not notice.exists()
+    assert (folder / "begun").exists()
+    assert any(saved[0])  # within an epoch
     assert model.summary.restarts == 1
     noted = read_metadata(store, store.run_paths("asked").run_path)
     assert noted is not None
@@ -144,6 +162,24 @@ def test_a_notice_on_one_machine_saves_the_step_and_the_relaunch_loses_none(
         end_of(store, model, "asked"),
         end_of(store, run(store, backend, str(folder), "whole"), "whole"),
     )
+
+
+def test_ranks_that_stop_name_the_failure_of_their_checkpoint(folder: Path, store: Any) -> None:
+    (folder / UPLOADS).write_text("fail")
+    notice = folder / "notice"
+    when_training(folder, notice.touch)
+    failing = SlowUploads(store.prefix_path, folder)
+    with pytest.raises(WorkerStoreError, match=r"(?s)Rank 0 .*could not be written.*no such luck"):
+        run(
+            failing,
+            LocalBackend(2),
+            str(folder),
+            "asked",
+            preemption_check=Leaving(str(notice)),
+            max_restarts=0,
+        )
+    assert not notice.exists()
+    assert (folder / "begun").exists()
 
 
 @pytest.mark.soak

@@ -26,6 +26,7 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import FilesystemStore
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.step_control import interrupted
 
 
 class Slow(FilesystemStore):
@@ -81,7 +82,7 @@ def test_training_continues_during_an_upload(slow: Slow) -> None:
     assert torch.equal(loaded["weight"], torch.zeros(3))
 
 
-@pytest.mark.parametrize("ends", ["well", "by an error", "by another save"])
+@pytest.mark.parametrize("ends", ["well", "by an error", "by another save", "on request"])
 def test_failed_uploads_are_reported_and_keep_earlier_checkpoints(
     slow: Slow, ends: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -96,6 +97,8 @@ def test_failed_uploads_are_reported_and_keep_earlier_checkpoints(
             writer.save(state_of(3), model_of(3))
             if ends == "by an error":
                 raise ZeroDivisionError
+            if ends == "on request":
+                raise interrupted(3, 0, saved=True)
             if ends == "by another save":
                 writer.save(state_of(4), model_of(4))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from fake_clock import FakeClock, set_clock
 
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,
+    StoreError,
     TrainingInterruptedError,
 )
 from hvd_estimators.launch.rank import graceful_stop
@@ -213,6 +215,22 @@ def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
     control.after_step(2, 1, [1], lambda: False)
     with pytest.raises(TrainingInterruptedError, match="in epoch 3 after step 0"):
         control.after_epoch(3)
+
+
+@pytest.mark.parametrize("error", [None, interrupted(0, 1, saved=True), StoreError("full")])
+def test_ranks_that_stop_on_request_meet_once_more(error: Exception | None) -> None:
+    sums: list[str] = []
+
+    def add(value: float, name: str) -> float:
+        sums.append(name)
+        return value
+
+    exchange: Any = None
+    control = StepControl(make_spec(), 1, add, exchange)
+    with contextlib.suppress(HvdEstimatorsError), control:
+        if error is not None:
+            raise error
+    assert sums == (["stopped"] if isinstance(error, TrainingInterruptedError) else [])
 
 
 def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: FakeClock) -> None:
