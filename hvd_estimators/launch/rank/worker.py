@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,11 +61,38 @@ def main(directory: str) -> int:
             with contextlib.suppress(OSError):  # the disk is full
                 Path(directory, CALLED_FILE).touch()
             with after_import("horovod.common.basics", _reject_unusable_horovod):
-                outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
+                outcome = ("result", cloudpickle.dumps(_call(fn, args, kwargs)))
         except BaseException as error:
             outcome = ("error", report_error(error))
         pickle.dump((time.time(), *outcome), file)
     return 0 if outcome[0] == "result" else 1
+
+
+def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the user's function; a child that it forks, and that leaves it, ends here."""
+    rank = os.getpid()
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        if os.getpid() != rank:
+            _end_fork(sys.exception())
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End a forked child as Python does, but without exit hooks, which belong to the rank."""
+    status = 0 if error is None else 1
+    try:
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, int | None):
+                status = error.code or 0
+            else:
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status & 0xFF)
 
 
 def _reject_unusable_horovod(basics: Any) -> None:

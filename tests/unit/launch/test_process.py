@@ -1,6 +1,7 @@
 """The process of one rank, seen from its parent."""
 
 import argparse
+import atexit
 import contextlib
 import os
 import pickle
@@ -86,6 +87,41 @@ def test_a_process_that_ends_without_a_result_is_a_failure(status):
 
     assert (outcome.failed, outcome.error_type) == (True, "exit")
     assert f"exited with status {status} without a result" in outcome.error
+
+
+@pytest.mark.parametrize(
+    "leave", ["return", "raise", "sys.exit()", "sys.exit(5)", "sys.exit('so')"]
+)
+def test_a_forked_child_that_leaves_the_function_is_not_the_rank(leave):
+    def work():
+        print("printed", end=" ")
+        sys.stdout.flush()
+        atexit.register(print, "hook")
+        child = os.fork()
+        if not child:
+            print("child", end=" ")
+            if leave == "raise":
+                raise ZeroDivisionError("of the child")
+            return None if leave == "return" else eval(leave)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print("ended")
+        return status
+
+    lines = []
+    with RankProcess(
+        *(3, "here", pickle_call(work, (), {}), os.environ),
+        on_lines=lambda _, new: lines.extend(new),
+    ) as process:
+        outcome = process.outcome()
+
+    statuses = {"return": 0, "sys.exit()": 0, "raise": 1, "sys.exit(5)": 5, "sys.exit('so')": 1}
+    assert not outcome.failed, outcome.error
+    assert pickle.loads(outcome.result) == statuses[leave]
+    told = "".join(lines)
+    assert ("ZeroDivisionError: of the child" in told) == (leave == "raise")
+    assert ("so\n" in told) == ("so" in leave)
+    assert "child" in told
+    assert told.count("hook") == 1
 
 
 def test_calls_and_results_that_cannot_be_pickled_are_failures():
