@@ -222,7 +222,8 @@ def receive_events(
     """Call a handler for every event until the block ends. Runs on the driver.
 
     If an error or an interrupt ends the block, waits for ranks that have requested time. Yields a
-    function that asks these ranks to save their state and to end.
+    function that asks these ranks to save their state and to end, also those that request time
+    later.
 
     Parameters
     ----------
@@ -236,6 +237,8 @@ def receive_events(
     lock = threading.Lock()
     finished = threading.Event()
     awaited = AwaitedRanks()
+    stopping = threading.Lock()
+    is_asked = False
     handled = 0
 
     def handle(message: Mapping[str, Any]) -> None:
@@ -258,16 +261,25 @@ def receive_events(
                 if requests is not None and kind in requests:
                     requests[kind](channel, message, body)
                 elif kind == _AWAITED:
-                    awaited.add(channel, message["seconds"])
+                    with stopping:
+                        awaited.add(channel, message["seconds"])
+                        if is_asked:
+                            send_stop(channel)
                 else:
                     handle(message)
         finally:
             awaited.discard(channel)
 
+    def send_stop(channel: Channel) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended
+            channel.send({"kind": _STOP})
+
     def ask_to_stop() -> None:
-        for channel in awaited.all_keys():
-            with contextlib.suppress(OSError):  # the rank has ended
-                channel.send({"kind": _STOP})
+        nonlocal is_asked
+        with stopping:
+            is_asked = True
+            for channel in awaited.all_keys():
+                send_stop(channel)
 
     def drain() -> None:
         """Wait for pending events as long as some of them arrive."""

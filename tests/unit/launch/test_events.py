@@ -1,6 +1,7 @@
 """Events that ranks send to the driver."""
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -97,6 +98,28 @@ def test_concurrent_events_are_handled_one_by_one():
     assert not overlaps
     for rank in range(4):
         assert [number for sender, number in got if sender == rank] == list(range(20))
+
+
+def test_ranks_are_asked_to_stop_once_also_if_they_train_later():
+    asked = queue.Queue()
+    with (
+        DriverService("127.0.0.1") as service,
+        receive_events(service, lambda event: None) as ask_to_stop,
+        contextlib.closing(EventSender(service.address)) as early,
+        contextlib.closing(EventSender(service.address)) as late,
+    ):
+        for name, sender in (("early", early), ("late", late)):
+            sender.when_asked_to_stop(functools.partial(asked.put, name))
+        early.ask_to_wait(15.0)
+        # A notice during the launch: it reaches the first rank as soon as it trains.
+        ask_to_stop()
+        assert asked.get(timeout=10) == "early"
+        assert asked.empty()
+        late.ask_to_wait(15.0)
+        assert asked.get(timeout=10) == "late"
+        for sender in (early, late):
+            with pytest.raises(TimeoutError):
+                sender._channel.receive(0.1)
 
 
 def test_a_stopped_driver_does_not_disturb_the_rank():
