@@ -243,16 +243,16 @@ class RunRecord:
         self._has_warned = self._is_complete = False
 
     def __enter__(self) -> Self:
-        self._loggers.start()
-        if self._store.saving_runs():
-            try:
+        try:
+            self._loggers.start()
+            if self._store.saving_runs():
                 self._write("metadata", _json(self._document))
-            except BaseException:
-                self._loggers.finish("failed")
-                raise
-            if self._run.checkpoints:
-                with self._warned():
-                    self._rows = read_history(self._store, self._run.paths.run_path) or []
+        except BaseException as error:
+            self._loggers.finish(end_state(error))
+            raise
+        if self._store.saving_runs() and self._run.checkpoints:
+            with self._warned():
+                self._rows = read_history(self._store, self._run.paths.run_path) or []
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:

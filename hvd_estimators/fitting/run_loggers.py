@@ -57,7 +57,7 @@ class RunLoggers:
         self._threads = [_LoggerThread(copy.copy(entry), False) for entry in required]
 
     def start(self) -> None:
-        """Start all loggers.
+        """Start all loggers. After an error, those that have started wait for `finish`.
 
         Raises
         ------
@@ -72,7 +72,6 @@ class RunLoggers:
             if error is not None:
                 thread.is_ignored = True
                 if not self._is_resumed:
-                    self.finish("failed")
                     raise error
                 logger.warning("%s The run resumes without this logger.", error)
         self._threads += [_LoggerThread(entry, True) for entry in self._optional]

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import queue
+import signal
 import threading
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import LoggerError, ParamError
 from hvd_estimators.fitting.record import RunRecord, recorded_params, start_record
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.fitting.run_loggers import RunLoggers
@@ -333,3 +334,34 @@ def test_loggers_get_each_epoch_at_the_end_if_not_before_and_mlflow_the_model(st
     with pytest.raises(KeyboardInterrupt), RunRecord(run, document, loggers):
         raise KeyboardInterrupt
     assert interrupted.calls == ["interrupted"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such project")])
+def test_loggers_finish_if_another_one_does_not_start(store: Any, error: BaseException) -> None:
+    finished, calls = threading.Event(), []
+
+    class Started(Logger):
+        def log_metrics(self, metrics: Any, epoch: int) -> None:
+            raise AssertionError
+
+        def finish(self, status: str) -> None:
+            calls.append(status)
+            finished.set()
+
+    class Starting(Started):
+        def start(self, run: LoggedRun) -> None:
+            if isinstance(error, ValueError):
+                raise error
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            finished.wait(30)
+
+    noted = record(store)
+    loggers = RunLoggers(LoggedRun("first", "0" * 40, 0, {}), [Started(), Starting()])
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    expected = KeyboardInterrupt if is_interrupt else LoggerError
+    try:
+        with pytest.raises(expected), RunRecord(noted._run, noted._document, loggers):
+            raise AssertionError
+    finally:
+        finished.set()
+    assert calls == (["interrupted", "interrupted"] if is_interrupt else ["failed"])

@@ -89,9 +89,11 @@ def test_a_logger_gets_the_run_its_values_and_its_end(caplog: pytest.LogCaptureF
 def test_a_new_run_fails_if_a_logger_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     others, optional = Recorder(), Recorder()
     wrong = Recorder("start", ValueError("no such project"))
+    loggers = RunLoggers(run_from(), [others, wrong], [optional])
     expected = r"loggers: start\(\) of Recorder failed: ValueError: no such project\."
     with pytest.raises(LoggerError, match=expected):
-        started(others, wrong, optional=(optional,))
+        loggers.start()
+    loggers.finish("failed")
     assert others.calls == [("start", run_from()), ("finish", "failed")]
     assert [call[0] for call in wrong.calls] == ["start"]
     assert optional.calls == []
