@@ -210,7 +210,7 @@ class WarmStart:
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
         """Start the warm process, if none exists, so that it imports modules in advance."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             self._connect(executable, env).close()
 
     def fork(
@@ -235,7 +235,7 @@ class WarmStart:
         """
         try:
             return self._fork(executable, env, directory, files)
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, subprocess.SubprocessError) as error:
             logger.warning(
                 "A rank starts in a fresh process, which takes longer: no warm process (%s: %s)",
                 type(error).__name__,

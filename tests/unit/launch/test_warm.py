@@ -293,7 +293,9 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
 
 
-@pytest.mark.parametrize("how", ["threads", "exits", "hangs up", "strangers socket"])
+@pytest.mark.parametrize(
+    "how", ["threads", "exits", "hangs up", "strangers socket", "starts slowly"]
+)
 def test_a_fresh_process_runs_if_forking_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -305,6 +307,8 @@ def test_a_fresh_process_runs_if_forking_fails(
     (tmp_path / "odd.py").write_text(source)
     if how == "strangers socket":
         monkeypatch.setattr(client, "peer_of", lambda connection: (1, os.getuid() + 1))
+    if how == "starts slowly":
+        monkeypatch.setattr(client, "_IMPORT_SECONDS", 0.001)
     start = WarmStart(["odd"], [os.getpid()])
 
     def name() -> list[str]:
@@ -315,3 +319,5 @@ def test_a_fresh_process_runs_if_forking_fails(
     assert "--warm" not in command
     assert len(caplog.records) == 1
     assert "starts in a fresh process" in caplog.text
+    assert ("TimeoutExpired" in caplog.text) == (how == "starts slowly")
+    start.prepare(sys.executable, {**os.environ, "PYTHONPATH": python_path(tmp_path), "OTHER": "1"})
