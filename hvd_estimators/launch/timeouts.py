@@ -70,8 +70,8 @@ EVENT_CONNECT = 5.0
 EVENT_SEND = 5.0
 # Sending of output and messages. The driver may be slow, such as a sleeping laptop.
 OUTPUT_SEND = 3600.0
-# Pause between two events, which may be days apart.
-EVENT_IDLE = 30 * 86400.0
+# Pause between two events, which may be days apart. A limit has less than 2**31 ms.
+EVENT_IDLE = 20 * 86400.0
 # Completion of an event that has begun. A rank may be stopped while it sends one.
 EVENT_COMPLETE = 60.0
 # Wait for connected ranks at the end of a launch, as long as no event arrives.

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import (
     EventSender,
     RankOutput,
@@ -38,6 +39,12 @@ def step(number, rank=0):
 
 def get(received, count):
     return [received.get(timeout=10) for _ in range(count)]
+
+
+def test_limits_fit_into_the_milliseconds_of_every_system():
+    limits = [value for name, value in vars(timeouts).items() if isinstance(value, float)]
+    assert timeouts.EVENT_IDLE in limits
+    assert max(limits) * 1000 < 2**31
 
 
 def test_events_arrive_in_order_with_their_values(received, target):
