@@ -363,4 +363,4 @@ class SparkBackend(Backend):
                 stack.enter_context(watch)
             if ask_to_stop is not None:
                 stack.enter_context(watching_executors(cluster, tag, ask_to_stop))
-            return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))
+            return interruptible(cluster, tag, lambda: cluster.collect(num_proc, task, schema))

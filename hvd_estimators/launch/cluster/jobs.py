@@ -134,12 +134,12 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
         waited, last = 0.0, time.monotonic()
         while not finished.wait(timeouts.SPARK_POLL):
             try:
-                if cluster.started_tasks(tag) >= num_proc:
+                if not timed_out.is_set() and cluster.started_tasks(tag) >= num_proc:
                     return
                 if waited > start_timeout:
                     timed_out.set()
-                    cluster.cancel(tag)
-                    return
+                    cluster.cancel(tag)  # repeated, because Spark may not know the job yet
+                    continue
                 is_waiting = _waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
@@ -172,31 +172,58 @@ def _waits_its_turn(cluster: Cluster, tag: str, num_proc: int) -> bool:
     return left is not None and left < num_proc
 
 
-def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
+def interruptible(cluster: Cluster, tag: str, collect: Callable[[], list[Any]]) -> list[Any]:
     """Return the rows that a Spark job collects; raise KeyboardInterrupt if the user interrupts.
 
     Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails if
-    that thread is in a call to the JVM, and breaks this call. So the job runs in another thread.
+    that thread is in a call to the JVM, and breaks this call. So the job runs in another thread,
+    which has ended when this function raises.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application that runs the job.
+    tag : str
+        The job's tag.
+    collect : callable
+        Runs the job, and returns its rows.
     """
     if threading.current_thread() is not threading.main_thread():
         return collect()
     rows: list[Any] = []
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def run() -> None:
         try:
             rows.extend(collect())
         except BaseException as error:
             errors.append(error)
+        finally:
+            ended.set()
 
-    thread = cluster.thread(run)
-    thread.start()
-    while thread.is_alive():
+    cluster.thread(run).start()
+    try:
         # A signal that another thread receives does not wake up this one.
-        thread.join(timeouts.SPARK_POLL)
+        while not ended.wait(timeouts.SPARK_POLL):
+            pass
+    except BaseException:
+        _cancel_until(ended, lambda: cluster.cancel(tag))
+        raise
     if errors:
         raise errors[0]
     return rows
+
+
+def _cancel_until(ended: threading.Event, cancel: Callable[[], object]) -> None:
+    """Cancel jobs until their thread has ended; it may not have submitted them yet.
+
+    An interrupt of ``Thread.join`` would make a running thread count as ended.
+    """
+    while not ended.is_set():
+        with contextlib.suppress(Exception):  # the context has been stopped
+            cancel()
+        ended.wait(timeouts.SPARK_POLL)
 
 
 class BackgroundJob:
@@ -217,24 +244,29 @@ class BackgroundJob:
     def __init__(self, cluster: Cluster, description: str, run: Callable[[], object]) -> None:
         self._cluster, self._description, self._run = cluster, description, run
         self._tag: str | None = None
-        self._thread = cluster.thread(self._run_tagged)
-        self._thread.start()
+        self._ended = threading.Event()
+        cluster.thread(self._run_tagged).start()
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most some seconds, and return whether the job has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._ended.wait(seconds)
 
     def cancel(self) -> None:
-        """Cancel the job if it has started."""
+        """Cancel the job, without waiting for its end."""
+        arguments = self._ended, self._cancel_once
+        threading.Thread(target=_cancel_until, args=arguments, daemon=True).start()
+
+    def _cancel_once(self) -> None:
         if self._tag is not None:
-            with contextlib.suppress(Exception):  # the context has been stopped
-                self._cluster.cancel(self._tag)
+            self._cluster.cancel(self._tag)
 
     def _run_tagged(self) -> None:
         job = spark_job(self._cluster, self._description, ranks=True)
-        with contextlib.suppress(Exception), job as self._tag:
-            self._run()
+        try:
+            with contextlib.suppress(Exception), job as self._tag:
+                self._run()
+        finally:
+            self._ended.set()
 
 
 # Time of the last request, for each application and its imports.
