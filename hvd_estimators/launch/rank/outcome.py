@@ -118,7 +118,8 @@ class RankOutcome:
     output_tail : str
         The last lines of the process's output, of bounded length.
     ended_at : float
-        Time of the end, in seconds since the epoch.
+        Time of the end, in seconds since the epoch. After a rank has run on Spark, by the clock of
+        rank 0's host.
     lost : (int, str), optional
         Rank and host of the unreachable rank, if the error type is ``"lost"``.
     report : ErrorReport, optional

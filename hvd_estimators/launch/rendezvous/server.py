@@ -6,6 +6,7 @@ import contextlib
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -216,7 +217,7 @@ class JobStore:
 
     def _alive(self, rank: int, body: bytes) -> Answer:
         failure = None if self._failure is None else asdict(self._failure)
-        return {"status": _OK, "failure": failure}, b""
+        return {"status": _OK, "failure": failure, "time": time.time()}, b""
 
     def _fail(self, rank: int, host: str, why: str, body: bytes) -> Answer:
         if self._failure is None:
