@@ -79,8 +79,10 @@ EVENT_DRAIN = 1.0
 # Wait for the handler to process the last events, while events still arrive.
 LAST_EVENTS = 60.0
 
-# Message of a commit, and the connection for it. The driver's disk may be slow.
+# Each MiB of a committed state, and the connection for it. The driver's disk may be slow.
 COMMIT_MESSAGE = 120.0
+# Wait of a rank while others fetch the state.
+FETCH_TURN = 3600.0
 
 # The driver warns of ranks that stay in a stage of the launch for this time.
 STAGE_WARNING = 10.0

@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
@@ -36,6 +36,7 @@ _NONCE_BYTES = 32
 _TAG_BYTES = 32
 # For N ranks, torch's Gloo gets about 8 N^2 bytes at once, Horovod's about 130 N.
 _MAX_BYTES = 64 * 2**20
+_CHUNK_BYTES = 2**20
 
 
 class AuthenticationError(ConnectionError):
@@ -65,17 +66,21 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
     ConnectionError
         If the connection ends before all bytes have arrived.
     """
-    received = bytearray()
-    while len(received) < count:
+    received = bytearray(count)
+    _receive_into(connection, memoryview(received), deadline)
+    return bytes(received)
+
+
+def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
+    while target:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
         connection.settimeout(left)
-        part = connection.recv(min(count - len(received), 2**20))
-        if not part:
+        count = connection.recv_into(target)
+        if not count:
             raise ConnectionResetError("The connection was closed.")
-        received += part
-    return bytes(received)
+        target = target[count:]
 
 
 class Channel:
@@ -150,11 +155,18 @@ class Channel:
         return cls(connection, to_client, to_server)
 
     def send(self, message: Mapping[str, Any], body: bytes = b"", seconds: float = 5.0) -> None:
-        """Send a message."""
-        payload = json.dumps(message).encode() + b"\n" + body
-        length = struct.pack(">I", len(payload))
-        self._connection.settimeout(seconds)
-        self._connection.sendall(length + payload + self._tag("send", length, payload))
+        """Send a message, each MiB of it within the given seconds. A large body is not copied."""
+        head = json.dumps(message).encode() + b"\n"
+        length = struct.pack(">I", len(head) + len(body))
+        tag = self._tag("send", length, head, body)
+        parts: list[bytes | memoryview]
+        if len(body) <= _CHUNK_BYTES:
+            parts = [length + head + body + tag]  # one packet, if it is small
+        else:
+            parts = [length + head, *_chunks(memoryview(body)), tag]
+        for part in parts:
+            self._connection.settimeout(seconds)
+            self._connection.sendall(part)
 
     def receive(
         self, idle: float, seconds: float = 5.0, most: int = _MAX_BYTES
@@ -166,7 +178,7 @@ class Channel:
         idle : float
             Seconds within which the message must begin.
         seconds : float
-            Seconds within which a message that has begun must be complete.
+            Seconds within which each MiB of a message that has begun must arrive.
         most : int
             Maximum size of the message.
 
@@ -183,13 +195,16 @@ class Channel:
         count = struct.unpack(">I", length)[0]
         if count > most:
             raise AuthenticationError(f"A message has {count} bytes, which is more than the limit.")
-        payload = receive_exactly(self._connection, count, deadline)
-        tag = receive_exactly(self._connection, _TAG_BYTES, deadline)
+        received = bytearray(count)
+        payload = memoryview(received)
+        for part in _chunks(payload):
+            _receive_into(self._connection, part, time.monotonic() + seconds)
+        tag = receive_exactly(self._connection, _TAG_BYTES, time.monotonic() + seconds)
         if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
             raise AuthenticationError("A message was changed, or is not the next one.")
-        text, _, body = payload.partition(b"\n")
+        end = received.find(b"\n")
         try:
-            return dict(json.loads(text)), body
+            return dict(json.loads(bytes(payload[:end]))), bytes(payload[end + 1 :])
         except (TypeError, ValueError) as error:
             raise ConnectionError(f"{self.peer} sent no message: {error}") from error
 
@@ -204,10 +219,10 @@ class Channel:
         _shut_down(self._connection)
         self._connection.close()
 
-    def _tag(self, direction: str, length: bytes, payload: bytes) -> bytes:
+    def _tag(self, direction: str, *parts: bytes | memoryview) -> bytes:
         number = struct.pack(">Q", self._counts[direction])
         self._counts[direction] += 1
-        return _mac(self._keys[direction], number, length, payload)
+        return _mac(self._keys[direction], number, *parts)
 
 
 def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
@@ -215,7 +230,11 @@ def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
     return _mac(secret, b"to server", nonces), _mac(secret, b"to client", nonces)
 
 
-def _mac(key: bytes, *parts: bytes) -> bytes:
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    return (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
+
+
+def _mac(key: bytes, *parts: bytes | memoryview) -> bytes:
     code = hmac.new(key, digestmod=_DIGEST)
     for part in parts:
         code.update(part)

@@ -57,7 +57,8 @@ class CommitStore:
     def serve(self, service: DriverService) -> Iterator[None]:
         """Serve the ranks of one launch until the block ends.
 
-        All ranks fetch the commits made before this launch. Commits that arrive after it are lost.
+        All ranks fetch the commits made before this launch, one rank at a time, because they share
+        the driver's network. Commits that arrive after the launch are lost.
 
         Parameters
         ----------
@@ -65,10 +66,11 @@ class CommitStore:
             The launch's service.
         """
         received: dict[int, bytes] = {}
-        lock = threading.Lock()
+        lock, sending = threading.Lock(), threading.Lock()
 
         def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            _send(channel, {}, self._states.get(request["state"], b""))
+            with sending:
+                _send(channel, {}, self._states.get(request["state"], b""))
 
         def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
             state = _receive(channel)
@@ -131,7 +133,7 @@ def fetch(address: str, state: int) -> Any:
     """
     with connect_to_driver(address, timeouts.COMMIT_MESSAGE) as channel:
         _send(channel, {"kind": "fetch", "state": state})
-        pickled = _receive(channel)
+        pickled = channel.receive(timeouts.FETCH_TURN, timeouts.COMMIT_MESSAGE, _MOST_BYTES)[1]
     return loads(pickled) if pickled else None
 
 

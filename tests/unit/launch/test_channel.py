@@ -6,10 +6,13 @@ import threading
 import time
 
 import pytest
+from fake_clock import set_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_values import Effort, efforts, fuzz
+from processes import in_thread
 
+from hvd_estimators.launch.rendezvous import channel
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, new_secret
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,6 +188,66 @@ class Recorder:
 
     def __getattr__(self, name):
         return getattr(self._connection, name)
+
+
+class Slow:
+    """A connection that takes a second for each MiB, on a fake clock."""
+
+    def __init__(self, connection, clock):
+        self._connection, self._clock = connection, clock
+        self._left = float("inf")
+
+    def settimeout(self, seconds):
+        self._left = seconds
+        self._connection.settimeout(60)
+
+    def sendall(self, data):
+        self._pass(len(data))
+        self._connection.sendall(data)
+
+    def recv(self, count):
+        data = self._connection.recv(count)
+        self._pass(len(data))
+        return data
+
+    def recv_into(self, target):
+        count = self._connection.recv_into(target)
+        self._pass(count)
+        return count
+
+    def _pass(self, count):
+        seconds = count / 2**20
+        if seconds > self._left:
+            raise TimeoutError("timed out")
+        self._left -= seconds
+        self._clock.now += seconds
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_limits_are_for_each_mebibyte_of_a_large_message(monkeypatch, end):
+    body = bytes(9 * 2**20)
+    with pair(seconds=60) as (client, server):
+        clock = set_clock(monkeypatch, channel)
+        slow = client if end == "sender" else server
+        slow._connection = Slow(slow._connection, clock)
+        before = clock.now
+        sending = in_thread(lambda: client.send({"kind": "put"}, body, 3.0))
+        assert server.receive(3, 3.0) == ({"kind": "put"}, body)
+        sending.result(60)
+        assert clock.now - before > 9
+
+
+def test_a_large_body_is_sent_without_a_copy():
+    body, sent = bytes(range(256)) * 2**14, []
+    with pair() as (client, server):
+        client._connection = Recorder(client._connection, sent)
+        sending = in_thread(lambda: client.send({"kind": "put"}, body, 60))
+        assert server.receive(60, 60) == ({"kind": "put"}, body)
+        sending.result(60)
+    shared = [part for part in sent if isinstance(part, memoryview)]
+    assert all(part.obj is body for part in shared)
+    assert sum(map(len, shared)) == len(body)
+    assert sum(map(len, sent)) < len(body) + 100
 
 
 def test_a_message_of_gigabytes_is_rejected_at_once():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from processes import in_thread
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.launch.service import elastic_state
@@ -51,6 +55,30 @@ def test_a_large_state_arrives_unchanged(store: CommitStore) -> None:
         found = fetch(second, 0)
     np.testing.assert_array_equal(found["weights"], weights)
     assert found["batch"] == 3
+
+
+def test_ranks_fetch_a_state_one_after_another(
+    store: CommitStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launched(store) as first:
+        commit(first, 0, "whole")
+    send, inside, overlaps = elastic_state._send, threading.Lock(), []
+
+    def send_alone(channel: Any, message: Any, state: bytes = b"") -> None:
+        if state and not inside.acquire(blocking=False):
+            overlaps.append(state)
+            return
+        if state:
+            time.sleep(0.2)
+        send(channel, message, state)
+        if state:
+            inside.release()
+
+    monkeypatch.setattr(elastic_state, "_send", send_alone)
+    with launched(store) as second:
+        fetches = [in_thread(lambda: fetch(second, 0)) for _ in range(3)]
+        assert [each.result(30) for each in fetches] == ["whole"] * 3
+    assert not overlaps
 
 
 def test_a_partial_state_does_not_replace_a_complete_one(store: CommitStore) -> None:
