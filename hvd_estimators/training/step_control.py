@@ -69,7 +69,7 @@ class StepControl:
     """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
     In the block, SIGTERM and the spec's ``preemption_check`` count as stop requests, see
-    `StopRequest`. The block must enclose that of the `CheckpointWriter`: ranks that have stopped on
+    `StopRequest`. The block must enclose the block of the `CheckpointWriter`: ranks that stop on
     request wait at its end until rank 0 has written the checkpoint.
 
     Parameters
