@@ -64,15 +64,14 @@ def open_bytes(chunk: Any) -> int:
 
 
 _WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "INT64": 8,
-    "INT96": 12,
-    "FLOAT": 4,
-    "DOUBLE": 8,
+    **{"INT_8": 1, "UINT_8": 1, "INT_16": 2, "UINT_16": 2},
+    **{"BOOLEAN": 1 / 8, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8},
     "BYTE_ARRAY": 4,
 }
 """Bytes of a value in memory by Parquet type, without the content of text."""
+
+_DICTIONARY_BYTES = 16 * 2**20
+"""Maximum size of the text of a row group that is read as a dictionary."""
 
 
 def decoded_bytes(chunk: Any, metadata: parquet.FileMetaData, leaf: int) -> int:
@@ -89,8 +88,20 @@ def decoded_bytes(chunk: Any, metadata: parquet.FileMetaData, leaf: int) -> int:
     leaf : int
         Position of the column.
     """
-    width = _WIDTHS.get(chunk.physical_type) or metadata.schema.column(leaf).length
+    column = metadata.schema.column(leaf)
+    width = _WIDTHS.get(column.converted_type) or _WIDTHS.get(chunk.physical_type, column.length)
     return int(max(chunk.total_uncompressed_size, chunk.num_values * width))
+
+
+def _is_shared(chunk: Any) -> bool:
+    """Return whether many rows share the values of a text column in a row group.
+
+    Otherwise PyArrow would keep all values of the row group in memory as long as the file is open.
+    It cannot make dictionaries of some encodings.
+    """
+    values = chunk.total_uncompressed_size - 4 * chunk.num_values
+    is_delta = any("DELTA" in encoding for encoding in chunk.encodings)
+    return bool(chunk.has_dictionary_page and not is_delta and values <= _DICTIONARY_BYTES)
 
 
 HOLE_BYTES = 2**18
@@ -354,7 +365,8 @@ class RangeFiles:
         tail = self.tail(path)
         with damage_is_store_error(path):
             # A small file is parsed once and not kept, because a dataset may have many of them.
-            small = self._parsed(pa.BufferReader(tail)) if is_whole(tail) else None
+            group = read.row_range.row_group
+            small = self._parsed(pa.BufferReader(tail), group) if is_whole(tail) else None
             footer = self.footers.get(path) if small is None else None
         checksum = footer_checksum(tail) if footer is None else footer.checksum
         if read.row_range.footer not in (0, checksum):
@@ -367,25 +379,37 @@ class RangeFiles:
             return
         local = self._store.local_path(path)
         if local is not None:
-            with self._parsed(local, footer.metadata, buffer_size=FETCHED_BYTES) as file:
+            with self._parsed(local, group, footer.metadata, FETCHED_BYTES) as file:
                 yield file
             return
         with contextlib.closing(self._fetched(read, footer)) as source:
             # Not used as a context manager, because PyArrow does not close a file that it did not
             # open.
             buffer_size = 0 if source.is_fetched_at_once else FETCHED_BYTES
-            yield self._parsed(source, footer.metadata, buffer_size=buffer_size)
+            yield self._parsed(source, group, footer.metadata, buffer_size)
 
     def _parsed(
-        self, source: Any, metadata: parquet.FileMetaData | None = None, **options: Any
+        self,
+        source: Any,
+        group: int,
+        metadata: parquet.FileMetaData | None = None,
+        buffer_size: int = 0,
     ) -> parquet.ParquetFile:
-        """Open a file, in which text stays encoded, because many rows may share a few values."""
+        """Open a file for a row group, whose text stays encoded if many rows share a few values."""
+        shared = []
         if self._text:
             metadata = metadata or parquet.read_metadata(source)
-            columns = map(metadata.schema.column, range(metadata.num_columns))
+            chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
             # A column of structs may have the name of a column that is text in other files.
-            options["read_dictionary"] = [c.path for c in columns if c.path in self._text]
-        return parquet.ParquetFile(source, metadata=metadata, **options, **self._options)
+            of_text = (chunk for chunk in chunks if chunk.path_in_schema in self._text)
+            shared = [chunk.path_in_schema for chunk in of_text if _is_shared(chunk)]
+        return parquet.ParquetFile(
+            source,
+            metadata=metadata,
+            buffer_size=buffer_size,
+            read_dictionary=shared,
+            **self._options,
+        )
 
     def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
         path, group = read.row_range.file, read.row_range.row_group

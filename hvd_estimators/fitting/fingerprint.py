@@ -62,21 +62,18 @@ def reading_identity(data: DataSpec) -> dict[str, Any]:
     Files are identified by their position, because their names change when data are prepared again.
     """
     files: dict[str, int] = {}
-    plan = data.train_plan
     ranges = [
         [
             [files.setdefault(rows.file, len(files)), rows.row_group, rows.start, rows.stop]
             for rows in shard
         ]
-        for shard in plan.shards
+        for shard in data.train_plan.shards
     ]
     options, module = data.options, data.data_module
-    is_streamed = options.shuffle and not options.inmemory_cache_all
     return {
         "order of the rows in the files": data.row_order,
-        "row groups of the files": digest({"shards": ranges, "open": plan.open_groups}),
-        "rows in the smallest batch": plan.min_batch_rows,
-        "bytes of a row": plan.row_bytes_of(data.columns) if is_streamed else None,
+        "row groups of the files": digest({"shards": ranges, "open": data.train_plan.open_groups}),
+        "rows in the smallest batch": data.train_plan.min_batch_rows,
         "shuffle_buffer_size": options.shuffle_buffer_size if options.shuffle else None,
         "inmemory_cache_all": options.shuffle and options.inmemory_cache_all,
         # All data modules of this package read in the same order.

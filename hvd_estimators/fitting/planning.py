@@ -12,14 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.arrays import Columns, num_rows
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
-from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
+from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards, vary
 from hvd_estimators.loading.spec import (
     DataSpec,
     ReaderOptions,
@@ -32,7 +32,8 @@ from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_ROWS = 100
+_MEASURED_GROUPS, _MEASURED_ROWS, _MEASURED_BYTES = 4, 100, 4 * 2**20
+"""Row groups of which rows are measured, and maximum rows and bytes of each."""
 
 
 def common_spec(
@@ -56,7 +57,7 @@ def common_spec(
     params = settings.in_fields_of(TrainSpec)
     return TrainSpec(
         **{**params, "callbacks": tuple(params["callbacks"])},
-        data=plan_data(settings, manifest, order.canonical_shards, num_ranks, order.random_seed),
+        data=plan_data(settings, manifest, order, num_ranks),
         run=run,
         checkpoints=CheckpointOptions(
             framework,
@@ -69,7 +70,7 @@ def common_spec(
 
 
 def plan_data(
-    settings: Settings, manifest: DatasetManifest, num_shards: int, num_ranks: int, seed: int
+    settings: Settings, manifest: DatasetManifest, order: ReadOrder, num_ranks: int
 ) -> DataSpec:
     """Plan the rows that each shard reads, the reader options and the steps per epoch.
 
@@ -79,12 +80,10 @@ def plan_data(
         The params of the fit.
     manifest : DatasetManifest
         The dataset.
-    num_shards : int
-        Number of canonical shards.
+    order : ReadOrder
+        Number of canonical shards, and the seed and buffer of the row order.
     num_ranks : int
         Number of ranks that run the shards.
-    seed : int
-        Seed of the row order.
 
     Raises
     ------
@@ -96,21 +95,27 @@ def plan_data(
     groups, buffer_bytes = manifest.train.row_groups, settings.shuffle_buffer_size
     plan = plan_shards(
         groups,
-        num_shards,
-        seed=seed if settings.shuffle else None,
+        order.canonical_shards,
+        seed=order.random_seed if settings.shuffle else None,
         # Rows that were written in random order can be read one row group after another.
         open_bytes=0 if manifest.shuffled else buffer_bytes,
     )
-    if settings.collate is not None:
-        measured = _measured_bytes(_data_store(settings, manifest), manifest, columns)
-        plan = replace(plan, row_bytes=max(plan.row_bytes, measured))
+    store = _data_store(settings, manifest)
+    row_bytes = order.row_bytes
+    if row_bytes is None:
+        measured = _measured_bytes(store, manifest, columns, plan.row_bytes)
+        row_bytes = max(plan.row_bytes, measured)
+    plan = replace(plan, row_bytes=row_bytes)
     if settings.shuffle and not (manifest.shuffled or settings.inmemory_cache_all):
         warning = order_warning(groups, plan, columns, buffer_bytes)
         if warning:
             logger.warning(warning)
     val_plan: ShardPlan | None = None
     if manifest.validation is not None:
-        val_plan = plan_shards(manifest.validation.row_groups, num_shards, allow_empty=True)
+        val_plan = plan_shards(
+            manifest.validation.row_groups, order.canonical_shards, allow_empty=True
+        )
+        val_plan = replace(val_plan, row_bytes=max(val_plan.row_bytes, row_bytes))
     return DataSpec(
         columns=columns,
         train_path=manifest.train.path,
@@ -126,18 +131,35 @@ def plan_data(
         train_steps_per_epoch=settings.train_steps_per_epoch or plan.steps(settings.batch_size),
         validation_steps_per_epoch=settings.validation_steps_per_epoch
         or (val_plan.steps(settings.val_batch_size) if val_plan else 0),
-        random_seed=seed,
+        random_seed=order.random_seed,
         data_module=choose_data_module(settings.data_module),
-        options=_reader_options(settings, _data_store(settings, manifest)),
+        options=_reader_options(settings, store),
         inputs=settings.inputs,
         row_order=manifest.row_order,
     )
 
 
-def _measured_bytes(store: Store, manifest: DatasetManifest, columns: Sequence[ColumnSpec]) -> int:
-    """Return the mean size of the first rows; footers do not tell the size of repeated text."""
-    rows: Any = first_rows(store, replace(manifest, columns=tuple(columns)), _MEASURED_ROWS)[ROWS]
-    return int(rows.nbytes // len(rows))
+def _measured_bytes(
+    store: Store, manifest: DatasetManifest, columns: Sequence[ColumnSpec], stored_bytes: int
+) -> int:
+    """Return the mean size in memory of some rows; footers do not tell the size of repeated text.
+
+    Rows of several row groups are read, unless the columns tell the size.
+    """
+    if not vary(columns):
+        return 0
+    rows, groups = 0, manifest.train.row_groups
+    each = min(max(_MEASURED_BYTES // max(stored_bytes, 1), 1), _MEASURED_ROWS)
+    num_bytes = 0
+    for group in groups[:: -(-len(groups) // _MEASURED_GROUPS)]:
+        part = replace(manifest.train, row_groups=(group,))
+        found: Any = first_rows(store, replace(manifest, columns=tuple(columns), train=part), each)
+        rows += num_rows(found)
+        for values in found.values():
+            num_bytes += values.nbytes
+            if not isinstance(values, RowTable) and values.dtype.hasobject:
+                num_bytes += sum(map(len, values.reshape(-1)))
+    return num_bytes // max(rows, 1)
 
 
 def _reader_options(settings: Settings, store: Store) -> ReaderOptions:

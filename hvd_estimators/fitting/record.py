@@ -88,7 +88,9 @@ def start_record(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[s
         "run_id": run.paths.run_id,
         "framework": spec.checkpoints.framework,
         "fingerprint": as_json(run.paths.fingerprint),
-        "row_order": asdict(ReadOrder(data.num_shards, data.random_seed)),
+        "row_order": asdict(
+            ReadOrder(data.num_shards, data.random_seed, data.train_plan.row_bytes)
+        ),
         "params": recorded_params(estimator),
         "columns": [
             {"name": c.name, "kind": c.kind, "dtype": c.dtype, "shape": list(c.shape)}

@@ -46,10 +46,13 @@ class ReadOrder:
         Number of shards into which the rows are split: the run's initial number of ranks.
     random_seed : int
         Seed of the order, set by the user or drawn at random.
+    row_bytes : int or None
+        `ShardPlan.row_bytes`, which the shuffle buffer depends on; None if not known yet.
     """
 
     canonical_shards: int
     random_seed: int
+    row_bytes: int | None = None
 
 
 class Run:
@@ -140,7 +143,7 @@ class Run:
         if order is None:
             return None
         # A later version may record more.
-        return ReadOrder(order["canonical_shards"], order["random_seed"])
+        return ReadOrder(order["canonical_shards"], order["random_seed"], order.get("row_bytes"))
 
     def check_fingerprint(self) -> None:
         """Check that the run's checkpoints, if any, have the fingerprint of this fit.

@@ -78,6 +78,11 @@ MOST_OPEN_GROUPS = 64
 """Maximum number of row groups that a rank reads at a time; each needs an open file."""
 
 
+def vary(specs: Iterable[ColumnSpec]) -> bool:
+    """Return whether the columns do not tell the size of a row in memory."""
+    return any(spec.kind in ("text", "rows", "any") for spec in specs)
+
+
 @dataclass(frozen=True)
 class ShardPlan:
     """The rows of each shard.
@@ -114,9 +119,9 @@ class ShardPlan:
     def varying_bytes_of(self, specs: Iterable[ColumnSpec]) -> int:
         """Return the mean bytes of a row that only the files tell: of text and any values."""
         specs = tuple(specs)
-        if all(spec.kind not in ("text", "rows", "any") for spec in specs):
+        if not vary(specs):
             return 0
-        return max(self.row_bytes - sum(spec.row_bytes for spec in specs), 0)
+        return max(self.row_bytes - sum(s.row_bytes for s in specs if s.kind != "rows"), 0)
 
     @property
     def num_shards(self) -> int:

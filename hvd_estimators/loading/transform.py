@@ -97,7 +97,7 @@ class Transformation:
         }
         if self.batch_function is not None:
             returned = _checked(self.batch_function(columns), "transformation_batch_fn")
-            arrays = {name: as_array(column) for name, column in returned.items()}
+            arrays = {name: self._array(name, column) for name, column in returned.items()}
             for name, array in arrays.items():
                 if array.ndim == 0 or len(array) != rows:
                     raise DataError(
@@ -146,7 +146,13 @@ class Transformation:
         for i, row in enumerate(transformed):
             if row.keys() != transformed[0].keys():
                 raise _other_fields("transformation_fn", names, row, _described(columns, i))
-        return {name: _stack([row[name] for row in transformed], name) for name in names}
+        return {
+            name: _stack([self._array(name, row[name]) for row in transformed], name)
+            for name in names
+        }
+
+    def _array(self, name: str, values: Any) -> Array:
+        return as_array(values) if name in self.text else np.asarray(values)
 
 
 class Transformed:
@@ -282,8 +288,7 @@ def _checked(returned: Any, name: str = "transformation_fn") -> Mapping[str, Any
     return returned
 
 
-def _stack(values: Sequence[Any], name: str) -> Array:
-    arrays = [as_array(value) for value in values]
+def _stack(arrays: Sequence[Array], name: str) -> Array:
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise DataError(

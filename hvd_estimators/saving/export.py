@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
@@ -70,11 +71,13 @@ def exported(
     unusable = ParamError(
         f"path: expected where to write to, found {path!r}. Set the path of a file or a folder."
     )
-    if not path or posixpath.basename(path.rstrip("/")) in ("", ".", "..", "~"):
+    given = posixpath.basename(path.rstrip("/"))
+    if given in ("", ".", "..") or given.endswith(":"):
         raise unusable
     store = Store.create(path, storage_options=dict(storage_options or {}))
     folder, _, name = store.folder.rpartition("/")
-    if not name or folder.endswith(":/"):  # the latter for a bucket
+    # A home directory has another name than the path, and a bucket is no folder.
+    if name != (unquote(given) if path.startswith("file:") else given) or folder.endswith(":/"):
         raise unusable
     target = store.folder
     if store.exists(target) and not overwrite:

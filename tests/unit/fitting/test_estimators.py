@@ -14,6 +14,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.fitting.planning import plan_data
+from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.prepare.datasets import manifest_path
 from hvd_estimators.store import Store
@@ -111,20 +112,33 @@ def test_the_plan_for_all_ranks_has_the_drivers_reader(params, monkeypatch):
     for given, expected in ((None, "arrow"), ("petastorm", "petastorm")):
         estimator = TorchEstimator(**params, data_module=given)
         settings = Fit(estimator).settings
-        assert plan_data(settings, manifest, 2, 2, 0).data_module == expected
+        assert plan_data(settings, manifest, ReadOrder(2, 0), 2).data_module == expected
 
 
-def test_the_plan_measures_text_that_files_store_once(params, tmp_path):
-    rows = 1000
-    table = pa.table({"features": ["x" * 5000] * rows, "label": np.zeros(rows)})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    names = ["features", "label"]
-    manifest = read_manifest(
-        params["store"], str(tmp_path), None, names, allow_text=dict.fromkeys(names, "any")
-    )
-    settings = Fit(TorchEstimator(**params, collate_fn=len)).settings
-    plan = plan_data(settings, manifest, 2, 2, 0).train_plan
-    assert plan.row_bytes == pytest.approx(table.nbytes / rows, rel=0.01)
+@pytest.mark.parametrize("form", ["rows", "text"])
+def test_the_plan_measures_text_that_files_store_once(params, tmp_path, form):
+    rows, names = 1000, ["features", "label"]
+    folders = [tmp_path / "train", tmp_path / "val"]
+    for folder in folders:
+        folder.mkdir()
+        for length in (1000, 9000):
+            table = pa.table({"features": ["x" * length] * rows, "label": np.zeros(rows)})
+            parquet.write_table(table, folder / f"{length}.parquet")
+    options = {"collate_fn": len}
+    allowed = dict.fromkeys(names, "any")
+    if form == "text":
+        options, allowed = {"transformation_fn": dict}, True
+    train, val = map(str, folders)
+    manifest = read_manifest(params["store"], train, val, names, allow_text=allowed)
+    assert manifest.train.row_groups[0].num_bytes < 20 * rows
+    settings = Fit(TorchEstimator(**params, **options)).settings
+    data = plan_data(settings, manifest, ReadOrder(2, 0), 2)
+    # The mean of both files, and 8 bytes of the label.
+    assert data.train_plan.row_bytes == pytest.approx(5008, rel=0.01)
+    assert data.val_plan.row_bytes == data.train_plan.row_bytes
+    # A resumed run keeps the size that it began with.
+    again = plan_data(settings, manifest, ReadOrder(2, 0, 77), 2).train_plan
+    assert again.row_bytes == 77
 
 
 def test_accessors_of_horovod_spark_exist():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.manifest import RowRange
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fingerprint import as_json, reading_identity
 from hvd_estimators.fitting.run import Run
@@ -22,11 +22,10 @@ class Own(DataModule):
     """Estimator with a custom read order."""
 
 
-def data(folder: str = "file:/a", stop: int = 5, row_bytes: int = 0, **changed: Any) -> DataSpec:
+def data(folder: str = "file:/a", stop: int = 5, **changed: Any) -> DataSpec:
     shards = [(RowRange(f"{folder}/1", 0, 0, 8), RowRange(f"{folder}/2", 0, 0, stop))]
-    columns, plan = (ColumnSpec("x", "text", "object"),), ShardPlan(tuple(shards), 1, 1, row_bytes)
     spec = DataSpec(
-        *(columns, folder, None, plan, None, 1, ("x",), ("y",), None, 4, 4, 4, 0),
+        *((), folder, None, ShardPlan(tuple(shards)), None, 1, ("x",), ("y",), None, 4, 4, 4, 0),
         *(7, None, ReaderOptions(shuffle=True)),
     )
     options = {name: changed.pop(name) for name in list(changed) if name in vars(spec.options)}
@@ -47,7 +46,6 @@ def interrupted(position: Position, **fit: Any) -> Run:
         (data(stop=6), "row groups of the files"),
         (data(shuffle_buffer_size=2**20), r"shuffle_buffer_size null \(now 1048576\)"),
         (data(inmemory_cache_all=True), "inmemory_cache_all"),
-        (data(row_bytes=100), r"bytes of a row 8 \(now 100\)"),
         (data(row_order="2"), "order of the rows in the files"),
         (data(data_module=Own), r"data_module null \(now .*Own\)"),
     ],

@@ -352,6 +352,14 @@ def repeated_numbers(rows: int) -> pa.Array:
     return pa.array([[0] * 999 + [row] for row in range(rows)], pa.list_(pa.int64()))
 
 
+def small_numbers(rows: int) -> pa.Array:
+    return pa.array([[row % 7] * 1000 for row in range(rows)], pa.list_(pa.uint8()))
+
+
+def truth_values(rows: int) -> pa.Array:
+    return pa.array([[row % 7 > 0] * 8000 for row in range(rows)], pa.list_(pa.bool_()))
+
+
 def repeated_bytes(rows: int) -> pa.Array:
     return pa.array([bytes([row % 5]) * 8000 for row in range(rows)], pa.binary(8000))
 
@@ -361,7 +369,9 @@ def repeated_text(rows: int) -> pa.Array:
 
 
 @pytest.mark.parametrize("padding", [0, 100], ids=["small file", "large file"])
-@pytest.mark.parametrize("made", [repeated_numbers, repeated_bytes, repeated_text])
+@pytest.mark.parametrize(
+    "made", [repeated_numbers, small_numbers, truth_values, repeated_bytes, repeated_text]
+)
 def test_a_part_is_bounded_if_files_store_repeated_values_once(
     tmp_path: Path, made: Callable[[int], pa.Array], padding: int
 ) -> None:
@@ -389,6 +399,47 @@ def test_a_part_is_bounded_if_files_store_repeated_values_once(
     assert max(part.nbytes for part in parts) < 1.1 * PART_BYTES
     if made is not repeated_text:  # whose size footers do not tell
         assert plan.row_bytes == pytest.approx(table.nbytes / rows, rel=0.01)
+
+
+def rows_of(folder: Path, table: pa.Table, **options: Any) -> Iterator[pa.Table]:
+    """Write a table, and yield it as parts of rows of any length."""
+    parquet.write_table(table, folder / "a.parquet", **options)
+    names = table.column_names
+    manifest = read_manifest(
+        LocalStore(str(folder)), str(folder), None, names, allow_text=dict.fromkeys(names, "any")
+    )
+    specs = (JoinedSpec(ROWS, "rows", "object", members=manifest.columns),)
+    (shard,) = plan_shards(manifest.train.row_groups, 1).shards
+    for part, _ in read_tables(RangeFiles(LocalStore(str(folder)), specs), RangeRead(shard[0])):
+        yield table_to_columns(part, specs)[ROWS].table
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "PLAIN"])
+def test_text_of_each_encoding_is_read(tmp_path: Path, encoding: str) -> None:
+    table = pa.table({"v": [f"{row:05}" for row in range(1000)]})
+    options = {"use_dictionary": False, "column_encoding": {"v": encoding}}
+    assert pa.concat_tables(rows_of(tmp_path, table, **options)).equals(table)
+
+
+def test_text_that_no_rows_share_is_not_kept(tmp_path: Path) -> None:
+    rng, rows, length = np.random.default_rng(0), 30_000, 4000
+    table = pa.table({"v": [rng.bytes(length) for _ in range(rows)]})
+    before, most, found = pa.total_allocated_bytes(), 0, 0
+    for part in rows_of(tmp_path, table):
+        found += len(part)
+        del part
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert found == rows
+    assert most < 4 * PART_BYTES < rows * length
+
+
+def test_the_plan_counts_narrow_rows_in_full(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"v": np.random.default_rng(0).random(10_000)}), tmp_path / "a")
+    manifest = read_manifest(
+        LocalStore(str(tmp_path)), str(tmp_path), None, ["v"], allow_text={"v": "any"}
+    )
+    specs = (JoinedSpec(ROWS, "rows", "object", members=manifest.columns),)
+    assert plan_shards(manifest.train.row_groups, 1).varying_bytes_of(specs) >= 8
 
 
 def test_the_shuffle_buffer_is_bounded_if_the_first_rows_are_short(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_row_and_batch_functions_are_equivalent(form):
         (Transformation(lambda r: dict.fromkeys("xyz"[: r["y"] + 1], 1)), "fields for some rows"),
         (Transformation(lambda row: {"x": 1}, needed=("y",)), "no field 'y'; its fields are x"),
         (Transformation(lambda row: row, removed=("y",), needed=("y",)), "no field 'y'"),
-        (Transformation(lambda row: row, needed=("word",)), "'word' is object.* Make numbers"),
+        (Transformation(lambda row: row, needed=("word",)), "'word' is str.* Make numbers"),
         (
             Transformation(by_row, edited=(EditedField("pair", "float32", (3,)),)),
             r"'pair' has rows of shape \(2,\) .* says \(3,\)",

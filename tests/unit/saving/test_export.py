@@ -52,8 +52,26 @@ def test_an_export_goes_to_the_root_of_a_filesystem(
     assert sorted(os.listdir()) == ["a b", "mount", "relative"]
 
 
-@pytest.mark.parametrize("path", ["", "/", ".", "a/..", "~", "file:///", "s3://bucket", "s3://a/"])
-def test_an_export_needs_the_name_of_a_file_or_folder(path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/",
+        ".",
+        "a/..",
+        "~",
+        "~root",
+        "file:///",
+        "dbfs:/",
+        "memory://",
+        "s3://bucket",
+        "s3://a/",
+    ],
+)
+def test_an_export_needs_the_name_of_a_file_or_folder(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
     with pytest.raises(ParamError, match="expected where to write"), exported(path, True, None):
         pass
 
