@@ -249,12 +249,12 @@ class RunRecord:
             self._loggers.start()
             if self._store.saving_runs():
                 self._write("metadata", _json(self._document))
+                if self._run.checkpoints:
+                    with self._warned():
+                        self._rows = read_history(self._store, self._run.paths.run_path) or []
         except BaseException as error:
             self._loggers.finish(end_state(error))
             raise
-        if self._store.saving_runs() and self._run.checkpoints:
-            with self._warned():
-                self._rows = read_history(self._store, self._run.paths.run_path) or []
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:

@@ -143,7 +143,7 @@ class Run:
         if order is None:
             return None
         # A later version may record more.
-        return ReadOrder(order["canonical_shards"], order["random_seed"], order.get("row_bytes"))
+        return ReadOrder(order["canonical_shards"], order["random_seed"], order["row_bytes"])
 
     def check_fingerprint(self) -> None:
         """Check that the run's checkpoints, if any, have the fingerprint of this fit.

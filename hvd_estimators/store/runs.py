@@ -33,7 +33,7 @@ _METADATA: dict[str, type] = {
     **dict.fromkeys(("fingerprint", "row_order", "error"), dict),
     "fits": list,
 }
-_ROW_ORDER: dict[str, type] = {"canonical_shards": int, "random_seed": int}
+_ROW_ORDER: dict[str, type] = {"canonical_shards": int, "random_seed": int, "row_bytes": int}
 _ERROR: dict[str, type] = {"class": str, "message": str}
 _FIT: dict[str, type] = {"state": str, "reading": dict}
 

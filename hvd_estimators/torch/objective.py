@@ -179,7 +179,7 @@ class Objective:
 
 
 def _on_device(loss: Any, device: torch.device) -> Any:
-    """Return a loss whose modules and tensors, also those of its ``partial``, are on a device."""
+    """Return a loss with its modules and tensors, also of its ``partial``, on a device."""
     if isinstance(loss, torch.nn.Module):
         return loss.to(device)
     if isinstance(loss, functools.partial):

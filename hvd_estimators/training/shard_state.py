@@ -131,7 +131,7 @@ class ShardStates:
             part.share(states)
 
     def keep_own(self) -> None:
-        """Take the current values as the first shard's own, not as those of hooks."""
+        """Take the current values as the first shard's own, which no hook has set."""
         if self._states:
             self._states[0] = self._capture()
 

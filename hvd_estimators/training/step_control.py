@@ -207,7 +207,7 @@ class StopRequest:
     """Context manager in which all ranks agree that one of them has received a stop request.
 
     In the block, SIGTERM does not end the process. It counts as a request, and the rank has a grace
-    period (`hvd_estimators.launch.rank.graceful_stop`). It does end children that the rank forks.
+    period (`hvd_estimators.launch.rank.graceful_stop`). It does end children that steps fork.
     Use the block in the rank's main thread. In another thread, a rank receives no signals, and
     detects only the requests of other ranks.
 

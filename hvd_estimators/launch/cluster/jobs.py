@@ -134,17 +134,16 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
         waited, last = 0.0, time.monotonic()
         while not finished.wait(timeouts.SPARK_POLL):
             try:
-                if not timed_out.is_set() and cluster.started_tasks(tag) >= num_proc:
+                if cluster.started_tasks(tag) >= num_proc:
                     return
-                if waited > start_timeout:
-                    timed_out.set()
-                    cluster.cancel(tag)  # repeated, because Spark may not know the job yet
-                    continue
                 is_waiting = _waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
             waited, last = waited + (0 if is_waiting else now - last), now
+            if waited > start_timeout:
+                timed_out.set()
+                _cancel_until(finished.wait, lambda: cluster.cancel(tag))
 
     cluster.accept_barrier_jobs()
     try:
@@ -176,8 +175,8 @@ def interruptible(cluster: Cluster, tag: str, collect: Callable[[], list[Any]]) 
     """Return the rows that a Spark job collects; raise KeyboardInterrupt if the user interrupts.
 
     Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails if
-    that thread is in a call to the JVM, and breaks this call. So the job runs in another thread,
-    which has ended when this function raises.
+    that thread is in a call to the JVM, and breaks this call. So the job runs in another thread. If
+    this function raises, that thread has ended, or another one goes on cancelling the job.
 
     Parameters
     ----------
@@ -202,28 +201,41 @@ def interruptible(cluster: Cluster, tag: str, collect: Callable[[], list[Any]]) 
         finally:
             ended.set()
 
-    cluster.thread(run).start()
+    thread = cluster.thread(run)
+    has_ended = functools.partial(_has_ended, thread, ended)
     try:
+        thread.start()
         # A signal that another thread receives does not wake up this one.
-        while not ended.wait(timeouts.SPARK_POLL):
+        while not has_ended(timeouts.SPARK_POLL):
             pass
     except BaseException:
-        _cancel_until(ended, lambda: cluster.cancel(tag))
+        _cancel_in_background(has_ended, lambda: cluster.cancel(tag))
+        has_ended(timeouts.JOB_CANCEL)
         raise
     if errors:
         raise errors[0]
+    if not ended.is_set():
+        raise RuntimeError("The thread of a Spark job ended before the job. Is Spark stopped?")
     return rows
 
 
-def _cancel_until(ended: threading.Event, cancel: Callable[[], object]) -> None:
-    """Cancel jobs until their thread has ended; it may not have submitted them yet.
+def _has_ended(thread: threading.Thread, ended: threading.Event, seconds: float) -> bool:
+    """Wait for a thread's event, which it does not set if PySpark fails to start its function.
 
     An interrupt of ``Thread.join`` would make a running thread count as ended.
     """
-    while not ended.is_set():
+    return ended.wait(seconds) or not thread.is_alive()
+
+
+def _cancel_until(has_ended: Callable[[float], bool], cancel: Callable[[], object]) -> None:
+    """Cancel jobs until their thread has ended; it may not have submitted them yet."""
+    while not has_ended(timeouts.SPARK_POLL):
         with contextlib.suppress(Exception):  # the context has been stopped
             cancel()
-        ended.wait(timeouts.SPARK_POLL)
+
+
+def _cancel_in_background(has_ended: Callable[[float], bool], cancel: Callable[[], object]) -> None:
+    threading.Thread(target=_cancel_until, args=(has_ended, cancel), daemon=True).start()
 
 
 class BackgroundJob:
@@ -245,16 +257,16 @@ class BackgroundJob:
         self._cluster, self._description, self._run = cluster, description, run
         self._tag: str | None = None
         self._ended = threading.Event()
-        cluster.thread(self._run_tagged).start()
+        self._thread = cluster.thread(self._run_tagged)
+        self._thread.start()
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most some seconds, and return whether the job has ended."""
-        return self._ended.wait(seconds)
+        return _has_ended(self._thread, self._ended, seconds)
 
     def cancel(self) -> None:
         """Cancel the job, without waiting for its end."""
-        arguments = self._ended, self._cancel_once
-        threading.Thread(target=_cancel_until, args=arguments, daemon=True).start()
+        _cancel_in_background(self.wait, self._cancel_once)
 
     def _cancel_once(self) -> None:
         if self._tag is not None:

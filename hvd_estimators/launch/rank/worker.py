@@ -69,7 +69,10 @@ def main(directory: str) -> int:
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the user's function; a child that it forks, and that leaves it, ends here."""
+    """Call the user's function; a child that it forks, and that leaves it, ends here.
+
+    Contexts between the fork and this function end in the child, too.
+    """
     rank = os.getpid()
     try:
         return fn(*args, **kwargs)

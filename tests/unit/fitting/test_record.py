@@ -115,7 +115,7 @@ def test_runs_are_noted_during_training_and_at_the_end(
         "dtype": "float32",
         "shape": [3],
     }
-    assert notes["row_order"] == {"canonical_shards": 3, "random_seed": 7}
+    assert notes["row_order"] == {"canonical_shards": 3, "random_seed": 7, "row_bytes": 0}
     assert (notes["num_ranks"], notes["params"]["epochs"]) == (2, 4)
     assert notes["params"]["model"] == "torch.nn.modules.linear.Linear"
     assert notes["versions"]["torch"] == version("torch")

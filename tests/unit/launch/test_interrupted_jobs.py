@@ -79,6 +79,14 @@ def test_a_job_that_is_submitted_after_an_interrupt_is_cancelled():
     assert cluster.states == ["pickled", "cancelled"]
 
 
+def test_a_thread_that_ends_before_the_job_is_an_error():
+    """As PySpark's, if the context stops at this moment."""
+    never = SimpleNamespace(thread=lambda run: threading.Thread(target=lambda: None))
+    with pytest.raises(RuntimeError, match="Is Spark stopped"):
+        interruptible(never, "tag", list)
+    assert jobs.BackgroundJob(never, "request", list).wait(20)
+
+
 def test_a_job_that_is_submitted_after_its_limit_is_cancelled():
     cluster = FakeCluster()
     with pytest.raises(SlotsError, match="start_timeout"), barrier_job(cluster, 2, 0.0):

@@ -94,7 +94,11 @@ def test_a_resumed_run_keeps_its_shards_and_seed(store: Any) -> None:
     assert (before.num_shards, first.num_shards, first.num_ranks) == (2, 3, 3)
     assert first.random_seed != before.random_seed
     notes = json.loads(Path(store.run_paths("mine").run_path, "metadata.json").read_text())
-    assert notes["row_order"] == {"canonical_shards": 3, "random_seed": first.random_seed}
+    assert notes["row_order"] == {
+        "canonical_shards": 3,
+        "random_seed": first.random_seed,
+        "row_bytes": first.train_plan.row_bytes,
+    }
 
     for ranks in (2, 1, 3):
         later = start(store, ranks)

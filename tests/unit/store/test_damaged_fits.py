@@ -41,7 +41,7 @@ METADATA = {
     "framework": "torch",
     "state": "running",
     "started": "2026-11-20T10:00:00+00:00",
-    "row_order": {"canonical_shards": 2, "random_seed": 1},
+    "row_order": {"canonical_shards": 2, "random_seed": 1, "row_bytes": 0},
     "fingerprint": {"data": {"rows": 3}, "model": {"weights": "a"}, "settings": {"shuffle": True}},
     "fits": [{"state": "finished", "reading": {"files": ["a"]}}],
 }
