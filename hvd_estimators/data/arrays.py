@@ -64,10 +64,8 @@ def num_rows(columns: Columns) -> int:
 def as_array(values: Any) -> Array:
     """Return values as an array, text as objects: NumPy's own types lose null bytes at the end."""
     array = np.asarray(values)
-    if array.dtype.kind not in "SU" or isinstance(values, np.ndarray):
-        return array
-    objects = np.asarray(values, object)
-    return objects if all(isinstance(v, (str, bytes)) for v in objects.flat) else array
+    is_text = array.dtype.kind in "SU" and not isinstance(values, np.ndarray)
+    return np.asarray(values, object) if is_text else array
 
 
 def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:

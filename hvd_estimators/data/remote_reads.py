@@ -399,6 +399,7 @@ class RangeFiles:
         shared = []
         if self._text:
             metadata = metadata or parquet.read_metadata(source)
+        if metadata is not None and self._text and group < metadata.num_row_groups:
             chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
             # A column of structs may have the name of a column that is text in other files.
             of_text = (chunk for chunk in chunks if chunk.path_in_schema in self._text)

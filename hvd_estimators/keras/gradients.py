@@ -155,13 +155,13 @@ class _Uses:
         self._are_replaced = False
 
     def add(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Replace what is missing by zeros, and append 1 or 0 for each gradient."""
+        """Replace what is missing by zeros, and append 1 or 0 for each gradient, and 1."""
         if not runs_eagerly():
             # The function is traced once, and what it misses is the same on all ranks.
             return gradients
         are_used = [gradient is not None for gradient in gradients]
         self._are_replaced |= not all(are_used)
-        used = ops.cast(ops.convert_to_tensor(are_used), "float32")
+        used = ops.cast(ops.convert_to_tensor([*are_used, True]), "float32")
         filled = [
             ops.zeros(v.shape, v.dtype) if g is None else g
             for g, v in zip(gradients, variables, strict=True)
@@ -177,10 +177,9 @@ class _Uses:
             return gradients
         self._are_replaced = False
         # Read only here, because a GPU has to finish all its work first.
-        shares = ops.convert_to_numpy(used)
+        *shares, of_all = ops.convert_to_numpy(used)
         # Batches without weight average to zeros, also here.
-        is_empty = not shares.any()
-        return [g if n or is_empty else None for g, n in zip(gradients, shares, strict=True)]
+        return [g if n or not of_all else None for g, n in zip(gradients, shares, strict=True)]
 
 
 class _Accumulator:

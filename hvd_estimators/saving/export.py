@@ -71,7 +71,7 @@ def exported(
     unusable = ParamError(
         f"path: expected where to write to, found {path!r}. Set the path of a file or a folder."
     )
-    given = posixpath.basename(path.rstrip("/"))
+    given = posixpath.basename(path.removeprefix("file:").rstrip("/"))
     if given in ("", ".", "..") or given.endswith(":"):
         raise unusable
     store = Store.create(path, storage_options=dict(storage_options or {}))

@@ -178,18 +178,24 @@ class Objective:
         return RankObjective(self, loss, device)
 
 
-def _on_device(loss: Any, device: torch.device) -> Any:
-    """Return a loss with its modules and tensors, also of its ``partial``, on a device."""
-    if isinstance(loss, torch.nn.Module):
-        return loss.to(device)
-    if isinstance(loss, functools.partial):
-        # In place: callbacks may hold the object, and change what it is given.
-        for part in (loss.func, *loss.args):
-            _on_device(part, device)
-        loss.keywords.update((name, _on_device(v, device)) for name, v in loss.keywords.items())
-    # A single number may stay on the CPU, where others refer to it.
-    is_array = isinstance(loss, torch.Tensor) and loss.dim() > 0
-    return loss.to(device) if is_array else loss
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Return a loss with its modules and tensors, also of its ``partial``, on a device.
+
+    Containers are changed in place, because callbacks may refer to them.
+    """
+    if isinstance(value, torch.nn.Module):
+        return value.to(device)
+    if isinstance(value, functools.partial):
+        function, args, given = _on_device(value.func, device), list(value.args), value.keywords
+        _on_device([args, given], device)
+        changed: Any = value
+        changed.__setstate__((function, tuple(args), given, vars(value)))
+    elif type(value) in (list, dict):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            value[key] = _on_device(value[key], device)
+    # A single number may stay on the CPU.
+    is_array = isinstance(value, torch.Tensor) and value.dim() > 0
+    return value.to(device) if is_array else value
 
 
 class RankObjective:

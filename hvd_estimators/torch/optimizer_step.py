@@ -272,7 +272,7 @@ class StepRate:
         return lowered
 
     def _leave(self) -> None:
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)
         if self._depth == 0:
             self._lower()
 

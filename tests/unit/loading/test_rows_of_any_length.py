@@ -22,10 +22,10 @@ from pyarrow import parquet
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.data.manifest import JoinedSpec
+from hvd_estimators.data.manifest import ColumnSpec, JoinedSpec, RowRange
 from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
 from hvd_estimators.data.rows import ROWS, RowTable
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.inference.batch import BatchPredictor
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.collate_fn import CollateFunction
@@ -419,6 +419,19 @@ def test_text_of_each_encoding_is_read(tmp_path: Path, encoding: str) -> None:
     table = pa.table({"v": [f"{row:05}" for row in range(1000)]})
     options = {"use_dictionary": False, "column_encoding": {"v": encoding}}
     assert pa.concat_tables(rows_of(tmp_path, table, **options)).equals(table)
+
+
+@pytest.mark.parametrize(
+    ("footer", "told"), [(5, "was replaced"), (0, "does not hold the planned rows")]
+)
+def test_text_of_a_file_with_fewer_row_groups_than_planned(
+    tmp_path: Path, footer: int, told: str
+) -> None:
+    parquet.write_table(pa.table({"v": ["a", "b"]}), tmp_path / "a.parquet")
+    files = RangeFiles(LocalStore(str(tmp_path)), [ColumnSpec("v", "text", "object")])
+    read = RangeRead(RowRange(str(tmp_path / "a.parquet"), 3, 0, 2, footer))
+    with pytest.raises(StoreError, match=told):
+        list(read_tables(files, read))
 
 
 def test_text_that_no_rows_share_is_not_kept(tmp_path: Path) -> None:

@@ -43,13 +43,14 @@ def test_an_export_goes_to_the_root_of_a_filesystem(
         "dbfs:/model": (mount / "model").read_bytes,
         f"file://{tmp_path}/a%20b": (tmp_path / "a b").read_bytes,
         "relative": (tmp_path / "relative").read_bytes,
+        "file:beside": (tmp_path / "beside").read_bytes,
     }
     for path, read in paths.items():
         with exported(path, False, None) as made:
             Path(made).write_bytes(path.encode())
         assert read() == path.encode()
     memory.rm("/model")
-    assert sorted(os.listdir()) == ["a b", "mount", "relative"]
+    assert sorted(os.listdir()) == ["a b", "beside", "mount", "relative"]
 
 
 @pytest.mark.parametrize(

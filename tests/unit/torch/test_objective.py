@@ -60,19 +60,22 @@ def test_weighted_class_losses_take_each_type_of_class_numbers(dtype: str) -> No
 
 
 def test_tensors_and_modules_that_a_loss_is_given_are_on_the_ranks_device() -> None:
-    def distilled(teacher: Any, output: Any, label: Any, knobs: Any, scale: Any) -> Any:
+    def distilled(teacher: Any, weight: Any, output: Any, label: Any, **_: Any) -> Any:
         raise AssertionError
 
-    teacher, knobs, scale = torch.nn.Linear(2, 1), {"beta": torch.ones(2)}, torch.tensor(1.0)
+    teacher, knobs, scale = torch.nn.Linear(2, 1), {"beta": [torch.ones(2)]}, torch.tensor(1.0)
+    inner = functools.partial(distilled, teacher, torch.ones(2))
     given = (
         functools.partial(functional.cross_entropy, weight=torch.ones(2)),
-        functools.partial(functools.partial(distilled, teacher), knobs=knobs, scale=scale),
+        functools.partial(inner, knobs=knobs, scale=scale),
     )
     objective = make(losses=given).on_rank(torch.device("meta"))
     assert objective.loss is not None
     first, second = objective.loss.functions
     assert first.keywords["weight"].is_meta
     assert teacher.weight.is_meta
+    assert second.args[1].is_meta
+    assert knobs["beta"][0].is_meta
     # A callback that holds them changes what the loss gets.
     assert (first, second) == given
     assert second.keywords == {"knobs": knobs, "scale": scale}
