@@ -44,7 +44,7 @@ class Hangs(DataDependent):
 def test_a_hanging_rank_is_relaunched_and_the_result_is_unchanged(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    # The default is half an hour.
+    # The default is half an hour. torch waits for 30 seconds at least.
     monkeypatch.setattr(restarts, "_STALL_SECONDS", 3)
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
     for module in ("resuming", __name__):
@@ -60,7 +60,7 @@ def test_a_hanging_rank_is_relaunched_and_the_result_is_unchanged(
             run_id=run_id,
             epochs=2,
             max_restarts=1,
-            backend=LocalBackend(2),
+            backend=LocalBackend(2, env={HANG_VARIABLE: "120"}),
             collectives=library,
             **settings,
         )
