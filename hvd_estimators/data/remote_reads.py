@@ -399,11 +399,7 @@ class RangeFiles:
         shared = []
         if self._text:
             metadata = metadata or parquet.read_metadata(source)
-        if metadata is not None and self._text and group < metadata.num_row_groups:
-            chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
-            # A column of structs may have the name of a column that is text in other files.
-            of_text = (chunk for chunk in chunks if chunk.path_in_schema in self._text)
-            shared = [chunk.path_in_schema for chunk in of_text if _is_shared(chunk)]
+            shared = self._shared_text(metadata, group)
         return parquet.ParquetFile(
             source,
             metadata=metadata,
@@ -411,6 +407,14 @@ class RangeFiles:
             read_dictionary=shared,
             **self._options,
         )
+
+    def _shared_text(self, metadata: parquet.FileMetaData, group: int) -> list[str]:
+        if group >= metadata.num_row_groups:
+            return []  # another file than the planned one, which the caller tells
+        chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
+        # A column of structs may have the name of a column that is text in other files.
+        of_text = (chunk for chunk in chunks if chunk.path_in_schema in self._text)
+        return [chunk.path_in_schema for chunk in of_text if _is_shared(chunk)]
 
     def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
         path, group = read.row_range.file, read.row_range.row_group

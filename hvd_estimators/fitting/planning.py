@@ -6,7 +6,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from hvd_estimators.data.arrays import Columns, num_rows
 from hvd_estimators.data.discovery import first_rows
-from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup
 from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
@@ -148,12 +148,11 @@ def _measured_bytes(
     """
     if not vary(columns):
         return 0
-    rows, groups = 0, manifest.train.row_groups
+    groups = manifest.train.row_groups
     each = min(max(_MEASURED_BYTES // max(stored_bytes, 1), 1), _MEASURED_ROWS)
-    num_bytes = 0
-    for group in groups[:: -(-len(groups) // _MEASURED_GROUPS)]:
-        part = replace(manifest.train, row_groups=(group,))
-        found: Any = first_rows(store, replace(manifest, columns=tuple(columns), train=part), each)
+    some = groups[:: -(-len(groups) // _MEASURED_GROUPS)]
+    rows = num_bytes = 0
+    for found in _heads(store, replace(manifest, columns=tuple(columns)), some, each):
         rows += num_rows(found)
         for values in found.values():
             num_bytes += values.nbytes
@@ -193,12 +192,21 @@ def rows_of_model(settings: Settings, manifest: DatasetManifest) -> Columns:
     return rows if transformation is None else transformation(rows)
 
 
+def _heads(
+    store: Store, manifest: DatasetManifest, groups: Sequence[RowGroup], rows: int
+) -> Iterator[Any]:
+    """Yield the first rows of some row groups of the training part, each when it is needed."""
+    for group in groups:
+        of_group = replace(manifest.train, row_groups=(group,))
+        yield first_rows(store, replace(manifest, train=of_group), rows)
+
+
 def _rows_of_groups(store: Store, manifest: DatasetManifest) -> Columns:
     """Return a few rows of several row groups, as a `RowTable`; some have other lengths."""
     tables: list[pa.Table] = []
-    for group in manifest.train.row_groups[:DRY_RUN_ROWS]:
-        of_group = replace(manifest, train=replace(manifest.train, row_groups=(group,)))
-        rows: Any = first_rows(store, of_group, DRY_RUN_ROWS)[ROWS]
+    groups = manifest.train.row_groups[:DRY_RUN_ROWS]
+    for found in _heads(store, manifest, groups, DRY_RUN_ROWS):
+        rows = found[ROWS]
         tables.append(rows.table if not tables else rows.table.cast(tables[0].schema))
         if sum(map(len, tables)) >= DRY_RUN_ROWS:
             break

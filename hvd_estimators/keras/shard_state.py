@@ -197,12 +197,10 @@ class VariableState:
         for variable, value in zip(self.variables, state, strict=True):
             variable.assign(value)
 
-    def share(self, states: Sequence[Any]) -> None:
-        """Give the states of all shards the values that differ from those in the first state."""
-        for index, value in enumerate(self.capture()):
-            if value.tobytes() != states[0][index].tobytes():
-                for state in states:
-                    state[index] = value
+    def changed(self, state: Sequence[Any]) -> dict[Any, Any]:
+        """Return the values that differ from a state, by position."""
+        pairs = enumerate(zip(self.capture(), state, strict=True))
+        return {i: value for i, (value, old) in pairs if value.tobytes() != old.tobytes()}
 
 
 class MicroBatches:

@@ -114,7 +114,6 @@ class RunCheckpoints:
         """Restore the saved state, overriding changes that callbacks made when training began."""
         saved, self._saved = self._saved, {}
         if not saved:
-            self.buffers.start()
             return
         if "model" in saved:
             self._module.load_state_dict(sharded_weights(self._module, saved["model"]))

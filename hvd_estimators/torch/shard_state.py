@@ -77,14 +77,13 @@ class BufferState:
                 if name in state and state[name].shape == buffer.shape:
                     buffer.copy_(state[name])
 
-    def share(self, states: Sequence[Any]) -> None:
-        """Give the states of all shards the buffers that differ from those in the first state."""
-        for name, buffer in self._module.named_buffers():
-            before = states[0].get(name)
-            if before is None or not _are_same(buffer, before):
-                value = buffer.detach().clone()
-                for state in states:
-                    state[name] = value
+    def changed(self, state: Any) -> dict[Any, Any]:
+        """Return copies of the buffers that differ from a state, by name."""
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self._module.named_buffers()
+            if name not in state or not _are_same(buffer, state[name])
+        }
 
 
 def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -542,7 +542,7 @@ class _Trainer:
                 assert self.last_batch is not None
                 with self.step.autocast():
                     self.objective.evaluate(self.module, self.last_batch)
-        # Checkpoints hold the weights that training goes on with; layers may merge others into
+        # Checkpoints hold the weights that training continues with; layers may merge others into
         # them for evaluation.
         self.module.train()
         return metric_sums

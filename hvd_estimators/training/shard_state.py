@@ -40,8 +40,9 @@ class HostStreams:
         random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
         np.random.set_state(state["numpy"])
 
-    def share(self, states: Sequence[Any]) -> None:
-        """Change no state: each shard draws its own numbers."""
+    def changed(self, state: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return nothing: each shard draws its own numbers."""
+        return {}
 
 
 def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
@@ -76,8 +77,8 @@ class StatePart(Protocol):
     def restore(self, state: Any) -> None:
         """Restore a state that `capture` returned."""
 
-    def share(self, states: Sequence[Any]) -> None:
-        """Give the states of all shards what changed since the first of them was restored."""
+    def changed(self, state: Any) -> dict[Any, Any]:
+        """Return the values that have changed since a state was restored, by their keys in it."""
 
 
 class ShardStates:
@@ -127,8 +128,9 @@ class ShardStates:
         if self._current or not self._states:
             return
         for index, part in enumerate(self._parts):
-            states = [state[index] for state in self._states]
-            part.share(states)
+            for key, value in part.changed(self._states[0][index]).items():
+                for state in self._states:
+                    state[index][key] = value
 
     def keep_own(self) -> None:
         """Take the current values as the first shard's own, which no hook has set."""

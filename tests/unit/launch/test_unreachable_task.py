@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 import socket
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from second_task import outcome_of_second_task
 
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rendezvous import client
-from hvd_estimators.launch.task import run
 from hvd_estimators.launch.task.addresses import Host
-from hvd_estimators.launch.task.settings import TaskSettings
 from hvd_estimators.launch.timeouts import Patience
-
-JOB = TaskSettings(
-    one_machine=False,
-    driver_env={},
-    env={},
-    driver_path=(),
-    executable=None,
-    verbose=1,
-    secret=b"s",
-)
 
 
 def outcome_of_task_1(
@@ -34,22 +19,10 @@ def outcome_of_task_1(
     """Return the outcome of the second task, whose rank 0 should listen on a port."""
     patience = Patience(attempt=0.2, refused=0.3, silence=0.5, pause=0.02, beat=10.0)
     monkeypatch.setattr(client, "Patience", lambda: patience)
-    infos = [SimpleNamespace(address="127.0.0.1:1")] * 2
-    context: Any = SimpleNamespace(
-        partitionId=lambda: 1, getTaskInfos=lambda: infos, resources=dict
-    )
-    monkeypatch.setattr(run, "BarrierTaskContext", SimpleNamespace(get=lambda: context))
     endpoints = [(address, port) for address in ["127.0.0.1", first.address]]
-    peers = [
-        {"host": dataclasses.asdict(first), "endpoints": endpoints, "master": {}, "problem": None},
-        {"host": dataclasses.asdict(second), "problem": None},
-    ]
-    monkeypatch.setattr(run, "exchange", lambda context, driver, facts: peers)
-    (batch,) = run.run_rank(JOB)
-    (row,) = batch.to_pylist()
-    outcome = RankOutcome(**pickle.loads(row["outcome"]))
-    assert outcome.rank == 1
-    return outcome
+    return outcome_of_second_task(
+        monkeypatch, first, second, endpoints, {}, one_machine=False, verbose=1
+    )
 
 
 @pytest.mark.parametrize("how", ["refused", "silent"])
