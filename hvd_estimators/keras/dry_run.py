@@ -17,6 +17,7 @@ from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import (
     CPU,
     SHAPE_KINDS,
+    TEXT_KINDS,
     all_layers,
     has_own_step,
     torch_layers,
@@ -185,8 +186,12 @@ class DryRun:
             try:
                 x, outputs = self._call(columns)
             except Exception as error:
-                # A tuple has no methods of a dict.
-                kinds = (*SHAPE_KINDS, *((AttributeError,) if type(self._inputs) is tuple else ()))
+                kinds = SHAPE_KINDS
+                if isinstance(self._inputs, tuple):
+                    kinds = (*kinds, AttributeError)  # a tuple has no methods of a dict
+                if self._takes_text():
+                    # A missing GPU may raise the same, but does not depend on text.
+                    kinds = (*kinds, *TEXT_KINDS)
                 if has_own_step(self.model):
                     self._try_step(columns)
                 elif not leave_to_ranks(error, kinds):
@@ -203,12 +208,17 @@ class DryRun:
             else:
                 self._try_loss(columns)
 
+    def _takes_text(self) -> bool:
+        """Return whether an input of the model is a column of text."""
+        columns = (field.column for field in keras.tree.flatten(self._inputs))
+        return any(self._columns[column].dtype.kind in "OSU" for column in columns)
+
     def _not_taken(self, error: Exception) -> ShapeError:
         """Return the error for a model that cannot be called."""
         columns = {f.column: self._columns[f.column] for f in keras.tree.flatten(self._inputs)}
         given = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in columns.items())
         remedy = matrix_hint({name: array.shape[1:] for name, array in columns.items()})
-        if any(array.dtype.kind in "OSU" for array in columns.values()):
+        if self._takes_text():
             remedy += (
                 " Text needs keras.Input(..., dtype='string') and a layer such as "
                 "keras.layers.TextVectorization, or pyspark.ml.feature.StringIndexer before."

@@ -58,6 +58,13 @@ def make(form: str) -> Weighing:
     return model
 
 
+def test_text_for_layers_of_numbers_fails_on_the_driver() -> None:
+    model = keras.Sequential([keras.layers.Embedding(8, 3), keras.layers.Flatten()])
+    columns = {"word": np.array(["a", "b", "c"], object), "y": COLUMNS["y"]}
+    with pytest.raises(ShapeError, match=r"(?s)called with word .*TextVectorization"):
+        DryRun(model, ["word"], ["y"], None, None).run(columns)
+
+
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("built", others_in_soak(True, False))
