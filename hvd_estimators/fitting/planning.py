@@ -136,6 +136,7 @@ def plan_data(
         options=_reader_options(settings, store),
         inputs=settings.inputs,
         row_order=manifest.row_order,
+        least_ranks=settings.min_num_proc if settings.max_restarts else None,
     )
 
 

@@ -130,6 +130,11 @@ def losses(loss: Any) -> list[Any]:
     return [entry for entry in keras.tree.flatten(loss) if entry is not None]
 
 
+def sums(loss: Any) -> list[Any]:
+    """Return those in the ``loss`` argument that have ``reduction="sum"``."""
+    return [entry for entry in losses(loss) if getattr(entry, "reduction", None) == "sum"]
+
+
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[Array]:
     """Return copies of the values of an optimizer's variables; none before its first step."""
     if not (optimizer.built and int(optimizer.iterations)):

@@ -28,8 +28,9 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.checks import check_model, check_params
 from hvd_estimators.keras.collated import CollatedColumns
-from hvd_estimators.keras.compile_args import CompileSettings
+from hvd_estimators.keras.compile_args import CompileSettings, sums
 from hvd_estimators.keras.custom_objects import remember
+from hvd_estimators.keras.denominators import states_denominator
 from hvd_estimators.keras.dry_run import DryRun, check_batches
 from hvd_estimators.keras.losses import class_limit, losses_by_output
 from hvd_estimators.keras.outputs import Outputs
@@ -202,6 +203,9 @@ class KerasFramework(Framework):
     def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         settings = self.settings
         check_batches(trial.dry_run.model, common.data)
+        own_step = has_own_step(trial.dry_run.model)
+        if not (own_step or all(map(states_denominator, sums(trial.compiled.loss)))):
+            common.data.require_one_shard_per_rank("loss", "and reduction='sum' needs one batch")
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
         return KerasTrainSpec(

@@ -19,7 +19,7 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     kept_random_state,
 )
-from hvd_estimators.keras.compile_args import CompileSettings, losses, optimizer_state
+from hvd_estimators.keras.compile_args import CompileSettings, losses, optimizer_state, sums
 from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError
 from hvd_estimators.keras.losses import kind_of_outputs, without_reduction
 from hvd_estimators.keras.serialization import copy_model, dump, load
@@ -151,8 +151,7 @@ class KerasSettings(Settings):
                 f"reduction={unreduced[0].reduction!r}. Set reduction='sum_over_batch_size', "
                 "'mean_with_sample_weight' or 'sum'."
             )
-        sums = [e for e in losses(compiled.loss) if getattr(e, "reduction", None) == "sum"]
-        if sums and self.backward_passes_per_step > 1:
+        if sums(compiled.loss) and self.backward_passes_per_step > 1:
             raise ParamError(
                 "backward_passes_per_step: expected 1 for a loss with reduction='sum', found "
                 f"{self.backward_passes_per_step}. Set reduction='sum_over_batch_size'."

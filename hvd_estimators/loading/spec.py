@@ -127,6 +127,8 @@ class DataSpec:
         The columns that ``feature_cols`` are made of.
     row_order : str or None
         See `DatasetManifest`.
+    least_ranks : int or None
+        The least number of ranks of a relaunch; None if a relaunch has ``num_ranks``.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -147,6 +149,7 @@ class DataSpec:
     options: ReaderOptions = ReaderOptions()
     inputs: InputColumns = field(default_factory=InputColumns)
     row_order: str | None = None
+    least_ranks: int | None = None
 
     @property
     def field_names(self) -> list[str]:
@@ -181,14 +184,20 @@ class DataSpec:
         Raises
         ------
         ParamError
-            If there are fewer ranks than shards.
+            If there are fewer ranks than shards, or a relaunch may have fewer.
         """
         if self.num_ranks < self.num_shards:
-            raise ParamError(
-                f"{name}: the run began with {self.num_shards} ranks, and with {self.num_ranks} "
-                f"a rank takes batches of several in turn for one step, {reason}. Set "
-                f"num_proc={self.num_shards}, or another run_id."
-            )
+            ranks, remedy = self.num_ranks, f"Set num_proc={self.num_shards}, or another run_id"
+            begins = f"{name}: the run began"
+        elif self.least_ranks is not None and self.least_ranks < self.num_shards:
+            ranks, remedy = self.least_ranks, "Leave min_num_proc out"
+            begins = f"{name}, min_num_proc: the run begins"
+        else:
+            return
+        raise ParamError(
+            f"{begins} with {self.num_shards} ranks, and with {ranks} a rank takes batches of "
+            f"several in turn for one step, {reason}. {remedy}."
+        )
 
     def with_min_batch_rows(self, rows: int) -> Self:
         """Return this data with another value of `ShardPlan.min_batch_rows` for training."""

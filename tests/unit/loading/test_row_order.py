@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,11 @@ def test_features_for_one_shard_per_rank_are_rejected_on_the_driver(
     start(store, 3, **params)
     with pytest.raises(ParamError, match=f"{message}.*num_proc=3"):
         start(store, 2, **params)
+    restarts = {"max_restarts": 1, "min_num_proc": 2}
+    with pytest.raises(ParamError, match=r"min_num_proc: .*Leave min_num_proc out"):
+        start(store, 3, **params, **restarts)
+    start(store, 3, **params, **restarts | {"min_num_proc": 3})
+    start(store, 3, **restarts, run_id="other")
 
 
 def test_lightning_features_for_one_shard_are_rejected() -> None:
@@ -185,6 +191,8 @@ def test_lightning_features_for_one_shard_are_rejected() -> None:
         check(as_many)
         with pytest.raises(ParamError, match=f"{message}.*num_proc=4"):
             check(fewer)
+        with pytest.raises(ParamError, match=f"{message}.*Leave min_num_proc out"):
+            check(replace(as_many, least_ranks=3))
     check_shards_of_module(automatic, fewer, {"max_steps": 3, "limit_train_batches": 2})
     check_shards_of_module(converted, fewer, {})
     check_shards_of_module(automatic, fewer, converting)

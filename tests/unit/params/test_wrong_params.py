@@ -295,6 +295,12 @@ FIT: dict[str, Wrong] = {
         "model",
         r"Give the LightningModule itself, and compile its networks in configure_model",
     ),
+    "min_num_proc: a loss that needs one batch": (
+        lambda c: c.train("keras", loss=_sum(), max_restarts=1, min_num_proc=1),
+        ParamError,
+        "min_num_proc",
+        "Leave min_num_proc out",
+    ),
     "label_shapes": (
         lambda c: c.train("torch", label_shapes=[[3]]),
         ShapeError,
@@ -308,6 +314,12 @@ def _linear() -> Any:
     import torch
 
     return torch.nn.Linear(1, 1)
+
+
+def _sum() -> Any:
+    import keras
+
+    return keras.losses.MeanSquaredError(reduction="sum")
 
 
 def _compiled(module: Any) -> Any:
