@@ -47,14 +47,10 @@ if on_tensorflow():
     SHAPE_KINDS: tuple[type[Exception], ...] = (tf.errors.InvalidArgumentError,)
     """The backend's exceptions for wrong shapes, in addition to Python's own."""
 
-    TEXT_KINDS: tuple[type[Exception], ...] = (tf.errors.UnimplementedError,)
-    """The backend's exceptions for text that is used as numbers."""
-
 else:
     import torch
 
     SHAPE_KINDS = (RuntimeError, IndexError)
-    TEXT_KINDS = ()
     # Spark's workers would load models on TensorFlow.
     set_first("KERAS_BACKEND", "torch")
     # cloudpickle sends it with functions that use both torch and ``ops``, such as Keras's.

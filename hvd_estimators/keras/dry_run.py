@@ -17,7 +17,6 @@ from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import (
     CPU,
     SHAPE_KINDS,
-    TEXT_KINDS,
     all_layers,
     has_own_step,
     torch_layers,
@@ -189,9 +188,8 @@ class DryRun:
                 kinds = SHAPE_KINDS
                 if isinstance(self._inputs, tuple):
                     kinds = (*kinds, AttributeError)  # a tuple has no methods of a dict
-                if self._takes_text():
-                    # A missing GPU may raise the same, but does not depend on text.
-                    kinds = (*kinds, *TEXT_KINDS)
+                if "Cast string to" in str(error):
+                    kinds = (*kinds, type(error))  # TensorFlow also raises it without a GPU
                 if has_own_step(self.model):
                     self._try_step(columns)
                 elif not leave_to_ranks(error, kinds):
@@ -208,17 +206,12 @@ class DryRun:
             else:
                 self._try_loss(columns)
 
-    def _takes_text(self) -> bool:
-        """Return whether an input of the model is a column of text."""
-        columns = (field.column for field in keras.tree.flatten(self._inputs))
-        return any(self._columns[column].dtype.kind in "OSU" for column in columns)
-
     def _not_taken(self, error: Exception) -> ShapeError:
         """Return the error for a model that cannot be called."""
         columns = {f.column: self._columns[f.column] for f in keras.tree.flatten(self._inputs)}
         given = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in columns.items())
         remedy = matrix_hint({name: array.shape[1:] for name, array in columns.items()})
-        if self._takes_text():
+        if any(array.dtype.kind in "OSU" for array in columns.values()):
             remedy += (
                 " Text needs keras.Input(..., dtype='string') and a layer such as "
                 "keras.layers.TextVectorization, or pyspark.ml.feature.StringIndexer before."

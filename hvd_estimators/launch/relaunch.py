@@ -85,7 +85,7 @@ class RelaunchLoop(abc.ABC):
         SlotsError
             If there were too few task slots for too long.
         JobCancelledError
-            If the thread's Spark jobs were cancelled, even while no job was running.
+            If the Spark job of a launch was cancelled.
         """
         current = backend
         while True:

@@ -79,7 +79,8 @@ def check_shards_of_module(
         data.require_one_shard_per_rank("model", "and its training_step takes them from a loader")
     check_sync_batch_norm(module, data, trainer_args.get("sync_batchnorm", False))
     for name in _COUNTED_BATCHES:
-        if trainer_args.get(name) is not None:
+        value = trainer_args.get(name)
+        if value and not (isinstance(value, float) and value == 1.0):
             param = f"trainer_args: {name}"
             data.require_one_shard_per_rank(param, "which this setting counts as several")
 

@@ -194,5 +194,8 @@ def test_lightning_features_for_one_shard_are_rejected() -> None:
         with pytest.raises(ParamError, match=f"{message}.*Leave min_num_proc out"):
             check(replace(as_many, least_ranks=3))
     check_shards_of_module(automatic, fewer, {"max_steps": 3, "limit_train_batches": 2})
+    for unlimited in (1.0, 0, None):
+        check_shards_of_module(automatic, fewer, {"limit_val_batches": unlimited})
+    check_shards_of_module(automatic, fewer, {"fast_dev_run": False})
     check_shards_of_module(converted, fewer, {})
     check_shards_of_module(automatic, fewer, converting)
