@@ -142,7 +142,8 @@ def find_best_epoch(history: Sequence[EpochMetrics], monitor: str | None, mode: 
         Which values are better, see `mode_of`.
     """
     values = {record.epoch: measured(record) for record in history}
-    name = next((monitored(monitor, found) for found in values.values()), None)
+    # Epochs may have no validation.
+    name = monitored(monitor, {name for of in values.values() for name in of})
     found = {epoch: of[name] for epoch, of in values.items() if name in of} if name else {}
     # NaN is never the best.
     found = {epoch: value for epoch, value in found.items() if value == value}

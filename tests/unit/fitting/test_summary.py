@@ -1,6 +1,7 @@
 """Summary of a fit: its best epoch, and models without one."""
 
 import math
+from dataclasses import replace
 
 import keras
 import pytest
@@ -43,6 +44,13 @@ def history(**values):
 )
 def test_best_epoch(values, monitor, mode, expected):
     assert find_best_epoch(history(**values), monitor, mode) == expected
+
+
+def test_epochs_without_validation_are_not_the_best():
+    epochs = history(loss=[0.1, 3.0, 0.2, 2.0], val_loss=[math.nan, 2.0, math.nan, 1.0])
+    epochs = [epoch if epoch.epoch % 2 else replace(epoch, validation=None) for epoch in epochs]
+    assert find_best_epoch(epochs, None, "auto") == 3
+    assert find_best_epoch(epochs, "val_loss", "max") == 1
 
 
 class MyEarlyStopping(keras.callbacks.EarlyStopping):
