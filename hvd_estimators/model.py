@@ -60,7 +60,7 @@ from hvd_estimators.inference.udf import (
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.collate_fn import make_collate
-from hvd_estimators.loading.transform import Transformation, make_transformation
+from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.params import (
     column_names,
     input_columns,
@@ -198,7 +198,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
         Also None for independent labels, of which a row may have several.
         """
         shapes = self.getOrDefault("output_shapes") or []
-        kind = self._outputs_are(None)
+        kind = self._outputs_are()
         if kind in (None, "values") or is_multilabel(kind):
             return None
         if len(shapes) != 1 or len(shapes[0]) > 1:
@@ -485,7 +485,7 @@ class HorovodModel(Model, ModelSignatures, Saved):
         is_double = len(shapes) == 1 and is_scalar(tuple(shapes[0]))
         return (
             is_double
-            and self._outputs_are(shapes[0]) == "values"
+            and self._outputs_are() == "values"
             and self._class_columns().keys() == {"prediction"}
             and self.getOrDefault("output_types") is None
         )
@@ -541,31 +541,13 @@ class HorovodModel(Model, ModelSignatures, Saved):
         """Return the requested columns: content to column name."""
         return class_columns(self.getOrDefault)
 
-    def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
-        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
-
-        The shape is None if it is not known yet.
-        """
+    def _outputs_are(self) -> str | None:
+        """Return the kind of the outputs, or None if it is unknown."""
         return resolve_kind(self.getOrDefault("outputs_are"), self._defaults()["outputs_are"])
 
     def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
         """Return the object that computes the columns; None if no columns are requested."""
-        kind = self._outputs_are(shapes[0] if len(shapes) == 1 else None)
-        return class_scores(self._class_columns(), kind, shapes)
-
-    def _make_transformation(
-        self, needed: Sequence[str], text: Sequence[str] = ()
-    ) -> Transformation | None:
-        """Return the transformation of rows; None if none is set.
-
-        Parameters
-        ----------
-        needed : sequence of str
-            Fields that must exist after the transformation, and must be numeric.
-        text : sequence of str
-            Fields that may also be text.
-        """
-        return make_transformation(self.getOrDefault, needed, text)
+        return class_scores(self._class_columns(), self._outputs_are(), shapes)
 
     def _input_columns(self, further: Sequence[str] = ()) -> InputColumns:
         """Return the model's inputs and further columns, and the columns that they are made of."""
@@ -582,7 +564,9 @@ class HorovodModel(Model, ModelSignatures, Saved):
         """
         inputs, transformation = self._input_columns(further), None
         if self.getOrDefault("apply_transformation"):
-            transformation = self._make_transformation(inputs.columns, self._text_features())
+            transformation = make_transformation(
+                self.getOrDefault, inputs.columns, self._text_features()
+            )
         available = [] if dataset is None else dataset.columns
         metadata = self._get_metadata() or {}
         made = BatchPredictor.of(

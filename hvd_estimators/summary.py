@@ -160,11 +160,6 @@ _VALIDATION = "val_"
 """Prefix of Keras's validation metrics."""
 
 
-def as_records(epochs: Sequence[EpochMetrics]) -> list[dict[str, Any]]:
-    """Return one dict per epoch, the format of torch and Lightning models."""
-    return [epoch.as_dict() for epoch in epochs]
-
-
 def as_keras_history(epochs: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
     """Return one list of values per metric, the format of Keras's ``History.history``."""
     history: dict[str, list[Any]] = {}

@@ -234,7 +234,7 @@ def install_wheel(wheel: Path, recipe: BuildRecipe) -> None:
             f"Horovod is installed but does not import:\n{error}\nIf the framework was built on "
             f"this machine, rebuild Horovod: {BUILD_HOROVOD} --force"
         )
-    _report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
+    _report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.versions)}")
 
 
 def _fetch_source(
@@ -294,6 +294,6 @@ def _wheel_in(folder: Path) -> Path | None:
 
 def _import_error(recipe: BuildRecipe) -> str | None:
     """Import Horovod in a separate process and return the end of its error, if any."""
-    modules = ", ".join(f"horovod.{name}" for name in recipe.frameworks)
+    modules = ", ".join(f"horovod.{name}" for name in recipe.versions)
     done = subprocess.run(python_code(f"import {modules}"), text=True, capture_output=True)
     return done.stderr.strip()[-2000:] if done.returncode else None

@@ -101,10 +101,7 @@ class BuildRecipe:
     def key(self) -> str:
         """Name of the cache folder; two builds share it exactly if their wheels are the same."""
         parts = [f"horovod-{self.horovod}", self.tag]
-        if self.torch:
-            parts.append(f"torch-{self.torch}")
-        if self.tensorflow:
-            parts.append(f"tensorflow-{self.tensorflow}")
+        parts += [f"{name}-{version}" for name, version in self.versions.items()]
         parts.append(f"cuda-{self.cuda}" if self.cuda else "cpu")
         if self.compat:
             parts.append("compat")
@@ -112,10 +109,10 @@ class BuildRecipe:
         return "_".join(parts)
 
     @property
-    def frameworks(self) -> tuple[str, ...]:
-        """Modules of Horovod that the wheel makes importable."""
-        versions = (("torch", self.torch), ("tensorflow", self.tensorflow))
-        return tuple(name for name, version in versions if version)
+    def versions(self) -> dict[str, str]:
+        """Versions of the frameworks, by the name of Horovod's module for it."""
+        found = {"torch": self.torch, "tensorflow": self.tensorflow}
+        return {name: version for name, version in found.items() if version}
 
     @property
     def version(self) -> str:
@@ -125,28 +122,24 @@ class BuildRecipe:
         with this package's ``horovod.spark`` starts with ``compat``, which sorts below the others.
         So pip installs such a wheel only if its version is requested exactly.
         """
-        versions = {"torch": self.torch, "tensorflow": self.tensorflow}
         label = ["compat"] if self.compat else []
-        label += [
-            f"{name}{Version(version).public}" for name, version in versions.items() if version
-        ]
+        label += [f"{name}{Version(version).public}" for name, version in self.versions.items()]
         label.append(f"cu{self.cuda.replace('.', '')}" if self.cuda else "cpu")
         return str(Version(f"{self.horovod}+{'.'.join([*label, str(REVISION)])}"))
 
     def record(self) -> dict[str, Any]:
         """Return the record of a wheel, as plain values."""
-        versions = {"torch": self.torch, "tensorflow": self.tensorflow}
         return {
             "horovod": self.horovod,
             "version": self.version,
-            **versions,
+            "torch": self.torch,
+            "tensorflow": self.tensorflow,
             "cuda": self.cuda,
             "compat": self.compat,
             "revision": REVISION,
             "requires": [
                 f"{_distribution(framework)}=={Version(version).public}"
-                for framework, version in versions.items()
-                if version
+                for framework, version in self.versions.items()
             ],
         }
 

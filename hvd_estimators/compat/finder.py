@@ -142,11 +142,6 @@ def _left_out(name: str, instead: str) -> LeftOutError:
     return LeftOutError(f"hvd_estimators has no {name}. {instead}")
 
 
-def is_installed() -> bool:
-    """Return whether ``horovod.spark`` resolves to this package in this process."""
-    return any(isinstance(finder, _AliasFinder) for finder in sys.meta_path)
-
-
 def install() -> None:
     """Make ``horovod.spark`` resolve to this package, here and in processes that get its work.
 
@@ -157,7 +152,7 @@ def install() -> None:
     LeftOutError
         If another ``horovod.spark`` has been imported before.
     """
-    if is_installed():
+    if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     upstream = sys.modules.get("horovod.spark")
     if upstream is not None and not hasattr(upstream, MARKER):

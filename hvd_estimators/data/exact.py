@@ -126,15 +126,10 @@ def check_array(name: str, array: npt.NDArray[Any], target: str) -> None:
         If a number would lose digits, or become infinite.
     """
     allowed = limits(array.dtype.name, target) if array.dtype.kind in "iuf" else None
-    # NaN is neither less nor greater.
-    if (
-        allowed is None
-        or not array.size
-        or not (
-            np.fmin.reduce(array, axis=None) < allowed[0]
-            or np.fmax.reduce(array, axis=None) > allowed[1]
-        )
-    ):
+    if allowed is None or not array.size:
+        return
+    low, high = np.fmin.reduce(array, axis=None), np.fmax.reduce(array, axis=None)
+    if not (low < allowed[0] or high > allowed[1]):  # NaN is neither less nor greater
         return
     changed = (array < allowed[0]) | (array > allowed[1])
     if array.dtype.kind == "f" and target in _FLOATS:

@@ -152,12 +152,8 @@ def column_spec(
     if is_bytes(leaf):
         shape.append(leaf.byte_width if pa.types.is_fixed_size_binary(leaf) else -1)
         dtype = "uint8"
-    elif pa.types.is_boolean(leaf):
-        dtype = "bool"
-    elif pa.types.is_decimal(leaf):
-        dtype = decimal_dtype(leaf.precision, leaf.scale)
-    elif pa.types.is_integer(leaf) or pa.types.is_floating(leaf):
-        dtype = leaf.to_pandas_dtype().__name__
+    elif is_number(leaf):
+        dtype = _any_dtype(leaf)
     elif pa.types.is_null(leaf):
         raise DataError(
             f"Column {name!r} holds nothing but nulls in {file!r} (its type there is {data_type}); "

@@ -120,7 +120,8 @@ class Fit:
 
     def on_frame(self, dataset: DataFrame) -> Any:
         """Write a DataFrame as Parquet, train on it, and return the model."""
-        self._convert_labels(_numbers_in(dataset))
+        numbers = (T.NumericType, T.BooleanType)
+        self._convert_labels([f.name for f in dataset.schema if isinstance(f.dataType, numbers)])
         written_after = None
         with contextlib.ExitStack() as stack:
             with self._showing("Checking params, store and task slots") as shown:
@@ -649,12 +650,6 @@ def _require_prepared(dataset_idx: str, manifest: DatasetManifest, names: Iterab
                 column=name,
                 remedy="Pass the column to prepare_data as well.",
             )
-
-
-def _numbers_in(dataset: DataFrame) -> list[str]:
-    """Return the columns with one number per row."""
-    numbers = (T.NumericType, T.BooleanType)
-    return [field.name for field in dataset.schema if isinstance(field.dataType, numbers)]
 
 
 def _first_rows(dataset: DataFrame, specs: Sequence[ColumnSpec]) -> Columns | None:

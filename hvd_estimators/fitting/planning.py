@@ -100,7 +100,7 @@ def plan_data(
         # Rows that were written in random order can be read one row group after another.
         open_bytes=0 if manifest.shuffled else buffer_bytes,
     )
-    store = _data_store(settings, manifest)
+    store = store_of(manifest.train.path, settings.store)
     row_bytes = order.row_bytes
     if row_bytes is None:
         measured = _measured_bytes(store, manifest, columns, plan.row_bytes)
@@ -175,17 +175,12 @@ def _reader_options(settings: Settings, store: Store) -> ReaderOptions:
     )
 
 
-def _data_store(settings: Settings, manifest: DatasetManifest) -> Store:
-    """Return the store that opens the files of a dataset."""
-    return store_of(manifest.train.path, settings.store)
-
-
 def rows_of_model(settings: Settings, manifest: DatasetManifest) -> Columns:
     """Return the first rows of a dataset after the transformation, as the model gets them."""
     needed = settings.needed_columns
     columns = settings.columns_read([c for c in manifest.columns if c.name in needed])
     manifest = replace(manifest, columns=columns)
-    store = _data_store(settings, manifest)
+    store = store_of(manifest.train.path, settings.store)
     if settings.collate is not None:
         return _rows_of_groups(store, manifest)
     rows = first_rows(store, manifest, DRY_RUN_ROWS)
@@ -217,7 +212,7 @@ def _rows_of_groups(store: Store, manifest: DatasetManifest) -> Columns:
 
 def rows_of_transform(settings: Settings, manifest: DatasetManifest) -> Columns:
     """Return the first rows of a dataset with the columns that the fitted model takes."""
-    rows = first_rows(_data_store(settings, manifest), manifest, DRY_RUN_ROWS)
+    rows = first_rows(store_of(manifest.train.path, settings.store), manifest, DRY_RUN_ROWS)
     transformation = settings.transformation
     if transformation is None or settings.apply_transformation:
         return rows

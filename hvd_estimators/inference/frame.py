@@ -224,7 +224,7 @@ def pad_large_rows(
         name: fields[name].dataType for name in columns if _may_be_large(fields[name].dataType)
     }
     counted_as_one = (BATCH_BYTES if large_types else NUMBERS_BYTES) / max_rows
-    sizes = [_known_items(kind, known_sizes.get(name)) for name, kind in large_types.items()]
+    sizes = [None if isinstance(t, _TEXT) else known_sizes.get(n) for n, t in large_types.items()]
     if None not in sizes:
         num_items = output_items + sum(size for size in sizes if size)
         if num_items * _MARGIN * _ITEM_BYTES <= counted_as_one:
@@ -258,11 +258,6 @@ def pad_large_rows(
 
 
 _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
-
-
-def _known_items(data_type: T.DataType, items: int | None) -> int | None:
-    """Return the count of numbers in a value of a type that may be large; None if unknown."""
-    return None if isinstance(data_type, _TEXT) else items
 
 
 def _may_be_large(data_type: T.DataType) -> bool:

@@ -382,16 +382,14 @@ def run_elastic(
         cpus_per_task=cpus_per_task,
         warm_start=warm_start,
     )
-    limit: Any = reset_limit
-    if limit is not None and not (isinstance(limit, int) and limit >= 0):
-        raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
+    limit = None if reset_limit is None else whole_number("reset_limit", reset_limit)
     timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", name="elastic_timeout")
     least, most = _bounds(
         backend.num_processes(),
         _renamed("min_num_proc", min_num_proc, "min_np", min_np),
         _renamed("max_num_proc", max_num_proc, "max_np", max_np),
     )
-    return ElasticLaunches(call, least, most, timeout, reset_limit).launch(backend)
+    return ElasticLaunches(call, least, most, timeout, limit).launch(backend)
 
 
 def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:

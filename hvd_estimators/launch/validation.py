@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -38,15 +39,14 @@ def seconds_given(seconds: float | None, variable: str, name: str = "start_timeo
     ParamError
         If the argument called ``name``, or the variable, is not a number of seconds.
     """
-    if seconds is not None:
-        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
-            raise ParamError(f"{name}: expected seconds, 0 or more, found {seconds!r}.")
-        return float(seconds)
-    text = os.environ.get(variable, "")
-    try:
-        return float(text or 600)
-    except ValueError:
-        raise ParamError(f"{variable}: expected seconds, found {text!r}.") from None
+    given: Any = seconds
+    if seconds is None:
+        name, given = variable, os.environ.get(variable) or 600
+        with contextlib.suppress(ValueError):
+            given = float(given)
+    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) >= 0:
+        raise ParamError(f"{name}: expected seconds, 0 or more, found {given!r}.")
+    return float(given)
 
 
 def whole_number(name: str, value: Any, minimum: int = 0) -> int:

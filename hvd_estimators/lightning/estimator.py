@@ -9,7 +9,6 @@ from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.lightning.framework import LightningFramework
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
-from hvd_estimators.summary import as_records
 from hvd_estimators.torch import estimator as torch_estimator
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -113,7 +112,7 @@ class LightningEstimator(LightningEstimatorSignatures):
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
-                history=as_records(run_results.history),
+                history=[epoch.as_dict() for epoch in run_results.history],
                 optimizer=None,
                 run_id=run_id,
                 metadata=metadata,

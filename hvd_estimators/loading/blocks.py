@@ -258,11 +258,7 @@ class TableRows(Rows):
 
     def take(self, positions: Array, memory: BufferPool) -> TableRows:
         """Return a copy of the rows in some slots, in that order."""
-        return TableRows.of_table(self._taken(positions))
-
-    @staticmethod
-    def of_table(table: pa.Table) -> TableRows:
-        """Return slots for the rows of a table."""
+        table = self._taken(positions)
         rows = np.arange(table.num_rows)
         return TableRows([table], np.zeros_like(rows), rows)
 

@@ -9,7 +9,7 @@ import abc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -65,10 +65,8 @@ class Collate(abc.ABC):
 
     weight: str | None
 
-    @property
-    def takes_nulls(self) -> bool:
-        """True if rows may hold nulls."""
-        return False
+    takes_nulls: ClassVar[bool] = False
+    """Whether rows may hold nulls."""
 
     @abc.abstractmethod
     def make(self, rows: RowTable) -> Any:

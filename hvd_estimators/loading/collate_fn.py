@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,10 +35,7 @@ class CollateFunction(Collate):
 
     function: Callable[[list[dict[str, Any]]], Any]
 
-    @property
-    def takes_nulls(self) -> bool:
-        """True: nulls are None."""
-        return True
+    takes_nulls: ClassVar[bool] = True  # as None
 
     def make(self, rows: RowTable) -> Any:
         """Return the function's batch, with arrays in place of tensors."""

@@ -206,21 +206,7 @@ def _unpack(packed: bytes) -> tuple[RowRange, ...]:
 
 
 def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
-    """Return the virtual shards that a rank runs in each step, one after another.
-
-    Parameters
-    ----------
-    num_shards : int
-        Number of shards of the plan.
-    rank, size : int
-        The rank, and the number of ranks.
-
-    Returns
-    -------
-    tuple of int
-        ``rank, rank + size, rank + 2 * size`` and so on. If there are as many ranks as shards, this
-        is only the rank itself. Some ranks may have one shard more than others.
-    """
+    """Return the virtual shards that a rank runs in each step: ``rank``, ``rank + size`` ..."""
     return tuple(range(rank, num_shards, size))
 
 

@@ -194,14 +194,6 @@ class ChunkedDataModule(DataModule):
         """Return the batches of `val_chunks`."""
         return _batches(self.val_chunks())
 
-    @abstractmethod
-    def train_chunks(self) -> Iterator[Batches]:
-        """Return an infinite iterator of training batches in chunks."""
-
-    @abstractmethod
-    def val_chunks(self) -> Iterator[Batches]:
-        """Return a new iterator over the validation batches of one pass, in chunks."""
-
 
 def _single_chunks(batches: Iterator[Batch]) -> Iterator[Chunk]:
     for batch in batches:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,6 @@ CHUNK_BYTES = 4 * 2**20
 """Approximate number of bytes that leave the buffer at a time."""
 
 _CHUNK_ROWS = 2**16
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ def stream_batches(
     stream = _Stream(parts, _total(sizes), memory or BufferPool(), varying_bytes)
     chunks = _ChunkSizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS))
     buffer: _Buffer | None = None
-    for rng, is_last in _with_end(rngs):
+    end: Any = object()
+    for rng, following in itertools.pairwise(itertools.chain(rngs, [end])):
         if rng is None:
             for chunk in chunks:
                 yield Chunk(stream.take(sum(chunk)), chunk)
@@ -119,7 +119,7 @@ def stream_batches(
                 )
                 largest = chunks.largest(least=buffer_rows)
                 buffer = _Buffer(stream, min(max(buffer_rows, largest), stream.total))
-            yield from _shuffled_pass(buffer, chunks, stream.total, rng, is_last)
+            yield from _shuffled_pass(buffer, chunks, stream.total, rng, following is end)
     stream.end()
 
 
@@ -199,16 +199,6 @@ class _ChunkSizes:
 
 def _total(sizes: Sequence[int]) -> int:
     return sizes.total if isinstance(sizes, BatchSizes) else sum(sizes)
-
-
-def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item and whether it is the last one."""
-    rest = iter(items)
-    for item in rest:
-        for following in rest:
-            yield item, False
-            item = following
-        yield item, True
 
 
 class _Stream:

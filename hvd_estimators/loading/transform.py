@@ -166,11 +166,8 @@ class Transformed:
 
     def __init__(self, transformation: Transformation) -> None:
         self._transformation = transformation
-        self._name = (
-            "transformation_fn"
-            if transformation.batch_function is None
-            else "transformation_batch_fn"
-        )
+        is_batch = transformation.batch_function is not None
+        self._name = "transformation_batch_fn" if is_batch else "transformation_fn"
         self._rows = 0
         self._first: dict[str, Array] | None = None
 

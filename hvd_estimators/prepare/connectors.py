@@ -65,7 +65,8 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
         return urls[0]
     jvm, configuration = _jvm(session), _configuration(session)
     for url in urls:
-        if _knows(jvm, scheme_of(url), configuration):
+        with contextlib.suppress(Py4JJavaError):
+            jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme_of(url), configuration)
             return url
     schemes = [scheme_of(url) for url in urls]
     connector = next(filter(None, (facts(url).connector for url in urls)), None)
@@ -130,14 +131,6 @@ def _configuration(session: SparkSession) -> Any:
     """Return a copy of Hadoop's configuration, including the session's settings."""
     frame: Any = session.range(0)
     return frame._jdf.sparkSession().sessionState().newHadoopConf()
-
-
-def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:
-    try:
-        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, configuration)
-    except Py4JJavaError:
-        return False
-    return True
 
 
 def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:

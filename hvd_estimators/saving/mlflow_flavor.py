@@ -26,7 +26,7 @@ from packaging.version import Version
 from hvd_estimators._util.unpickle_imports import recording_modules
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.inference.standalone import load_predictor
-from hvd_estimators.saving.saved import package_of
+from hvd_estimators.saving.saved import PACKAGES
 from hvd_estimators.store.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def save_model(
                 type(error).__name__,
                 redacted(str(error)),
             )
-        framework = _FRAMEWORKS[str(package_of(_class_name(model)))]
+        framework = _FRAMEWORKS[PACKAGES[_class_name(model)]]
         imported = [name for name in framework if name in sys.modules]
         requirements, code = find_requirements({*modules, *imported, "mlflow"} - _UNUSED)
         mlflow_model.add_flavor(
@@ -106,7 +106,7 @@ def save_model(
 
 def has_predictor(model: Any) -> bool:
     """Return whether `save_model` can save a model: its class is one of this package's."""
-    return package_of(_class_name(model)) is not None
+    return _class_name(model) in PACKAGES
 
 
 def log_spark_model(model: Any, name: str) -> None:

@@ -21,7 +21,7 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
-_PACKAGES = {
+PACKAGES = {
     "hvd_estimators.keras.model.KerasModel": "hvd_estimators.keras",
     "hvd_estimators.lightning.model.LightningModel": "hvd_estimators.lightning",
     "hvd_estimators.torch.model.TorchModel": "hvd_estimators.torch",
@@ -85,7 +85,7 @@ class Saved:
     @property
     def package(self) -> str | None:
         """The package of this project whose model the folder holds; None for another class."""
-        return package_of(self.class_name)
+        return PACKAGES.get(self.class_name)
 
     def stages(self) -> list[Saved]:
         """Return the stages of a pipeline, in order.
@@ -290,14 +290,3 @@ def _check_types(metadata: Mapping[str, Any]) -> None:
     for names in (metadata.get("pickledParams", []), uids):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected names, found {names!r:.100}")
-
-
-def package_of(class_name: str) -> str | None:
-    """Return the package whose ``predictor`` loads a class of models; None if there is none.
-
-    Parameters
-    ----------
-    class_name : str
-        The class, with its module.
-    """
-    return _PACKAGES.get(class_name)

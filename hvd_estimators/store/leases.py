@@ -101,16 +101,9 @@ class LeaseRecord:
 
     def to_json(self) -> str:
         """Return the lease record as JSON."""
-        times = {"created": self.created, "beaten": self.beaten}
-        return json.dumps(
-            {
-                **asdict(self.owner),
-                **{name: time and time.isoformat() for name, time in times.items()},
-                "token": self.token,
-                "is_released": self.is_released,
-            },
-            indent=1,
-        )
+        document = {**asdict(self.owner), **vars(self)}
+        del document["owner"]
+        return json.dumps(document, indent=1, default=datetime.isoformat)
 
     @staticmethod
     def from_json(text: str | bytes) -> LeaseRecord:

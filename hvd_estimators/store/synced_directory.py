@@ -66,7 +66,6 @@ class SyncedDirectory:
         self._store = store
         self._target = path
         self._fetch = fetch
-        self._is_copy = False
         self._known: dict[str, tuple[int, int]] = {}
         self._uploader: concurrent.futures.ThreadPoolExecutor | None = None
         self._upload: concurrent.futures.Future[bool] | None = None
@@ -80,7 +79,6 @@ class SyncedDirectory:
         self.path = self._store.writable_path(self._target)
         if self.path is not None:
             return self
-        self._is_copy = True
         self.path = tempfile.mkdtemp(prefix=folder_prefix())
         try:
             if self._fetch:
@@ -98,19 +96,14 @@ class SyncedDirectory:
         if self._uploader is None or self.path is None:
             return
         self._ended.set()
-        is_complete = False
-        try:
-            self._uploader.shutdown(wait=True)
-            is_complete = self._upload_changes("")
-            if not is_complete:
-                logger.warning(
-                    "They stay in %r on %s; delete them when you have read them.",
-                    self.path,
-                    socket.gethostname(),
-                )
-        finally:
-            if is_complete:
-                shutil.rmtree(self.path, ignore_errors=True)
+        self._uploader.shutdown(wait=True)
+        if self._upload_changes(""):
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            logger.warning(
+                "They stay in %r on %s; delete them when you have read them.",
+                *(self.path, socket.gethostname()),
+            )
 
     def sync(self) -> None:
         """Upload new and changed files in the background, and remove deleted files from the store.

@@ -24,7 +24,6 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
-from hvd_estimators.summary import as_records
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.objective import LOSS_FORMS
@@ -246,7 +245,7 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
-                history=as_records(run_results.history),
+                history=[epoch.as_dict() for epoch in run_results.history],
                 optimizer=optimizer,
                 run_id=run_id,
                 metadata=metadata,

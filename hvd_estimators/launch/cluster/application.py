@@ -258,17 +258,14 @@ class Cluster:
         shared_tag : str
             A tag that all related jobs have.
         """
-        num_held = self.active_tasks((self.active_jobs() & self.jobs(shared_tag)) - self.jobs(tag))
+        active = set(self.context.statusTracker().getActiveJobsIds())
+        num_held = self.active_tasks((active & self.jobs(shared_tag)) - self.jobs(tag))
         return self.task_slots() - num_held if num_held else None
 
     def jobs(self, tag: str) -> set[int]:
         """Return the ids of the jobs with a tag."""
         # PySpark's own status tracker only supports job groups.
         return set(self._scala.statusTracker().getJobIdsForTag(tag))
-
-    def active_jobs(self) -> set[int]:
-        """Return the ids of running and waiting jobs."""
-        return set(self.context.statusTracker().getActiveJobsIds())
 
     def active_tasks(self, jobs: set[int], with_completed: bool = False) -> int:
         """Return the number of running tasks of some jobs.
@@ -306,14 +303,8 @@ class Cluster:
     def leaving_hosts(self, tag: str) -> list[str]:
         """Return the hosts whose executors run tasks of a tagged job and are decommissioned."""
         executors = {(task.host(), task.executorId()) for task in self._tasks(tag, "RUNNING")}
-        scheduler = self._scala.taskScheduler()
-        return sorted(
-            {
-                host
-                for host, executor in executors
-                if scheduler.getExecutorDecommissionState(executor).isDefined()
-            }
-        )
+        state = self._scala.taskScheduler().getExecutorDecommissionState
+        return sorted({host for host, executor in executors if state(executor).isDefined()})
 
     def _tasks(self, tag: str, status: str) -> Iterator[Any]:
         """Yield Spark's data about the tasks with a status in the jobs with a tag."""

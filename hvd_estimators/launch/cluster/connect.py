@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-    from hvd_estimators.launch.cluster.resources import Task, TaskResources
+    from hvd_estimators.launch.cluster.resources import Task
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -101,10 +101,8 @@ class ConnectCluster(Cluster):
 
     def accept_barrier_jobs(self) -> None:
         """Do nothing, except raise `SlotsError` if Spark rejects barrier jobs."""
-        if (
-            self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true"
-            and "local" not in self.master
-        ):
+        is_local = self.master.split("[")[0] == "local"
+        if self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" and not is_local:
             raise SlotsError(
                 "The Spark Connect server has spark.dynamicAllocation.enabled=true, with which "
                 "Spark rejects jobs whose tasks start together. Start it with false, or use a "

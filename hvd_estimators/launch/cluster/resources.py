@@ -55,11 +55,6 @@ class TaskResources:
         if self.resource_profile is not None:
             _check_profile(self.resource_profile)
 
-    @property
-    def is_default(self) -> bool:
-        """True if only the application's settings apply."""
-        return self == TaskResources()
-
     def describe(self) -> str:
         """Return a description of the request for messages; empty for the default."""
         if self.resource_profile is not None:
@@ -71,7 +66,7 @@ class TaskResources:
 
     def built(self) -> ResourceProfile | None:
         """Return the profile, or None for the default one."""
-        if self.is_default or self.resource_profile is not None:
+        if self.gpus_per_task is None and self.cpus_per_task is None:
             profile: ResourceProfile | None = self.resource_profile
             return profile
         from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
@@ -91,7 +86,7 @@ class TaskResources:
         SlotsError
             If the cluster manager does not support profiles, or rejects this one.
         """
-        if self.is_default:
+        if self == TaskResources():
             return None
         return _registered(self, str(context.applicationId), context)
 

@@ -148,20 +148,14 @@ def listening_environment(address: str) -> dict[str, str]:
     """Return the variables with the address, and its interface, on which a rank listens."""
     # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
     # The third is for torch's Gloo, which has no variable for an address.
-    interface = _interface_of(address)
+    found = (name for name, of in psutil.net_if_addrs().items() for e in of if e.address == address)
+    interface = next(found, "lo")
     return {
         ADDRESS_VARIABLE: address,
         INTERFACE_VARIABLE: interface,
         TORCH_INTERFACE_VARIABLE: interface,
         NCCL_INTERFACE_VARIABLE: f"={interface}",
     }
-
-
-def _interface_of(address: str) -> str:
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return "lo"
 
 
 class GlooKeys:

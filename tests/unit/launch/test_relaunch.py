@@ -146,7 +146,7 @@ def test_the_timeout_may_come_from_the_environment(
     with pytest.raises(SlotsError, match=r"not free within 0.01 s"):
         run_elastic(print, num_proc=2)
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "soon")
-    with pytest.raises(ParamError, match="HOROVOD_ELASTIC_TIMEOUT: expected seconds, found 'soon'"):
+    with pytest.raises(ParamError, match="HOROVOD_ELASTIC_TIMEOUT: expected seconds, 0 or more"):
         run_elastic(print, num_proc=2)
 
 
