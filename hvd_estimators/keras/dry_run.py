@@ -245,6 +245,8 @@ class DryRun:
             if found is not None and self.output_shapes is not None:
                 self.output_shapes = [
                     tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
+                    if len(shape) == len(other)
+                    else shape
                     for shape, other in zip(found, self.output_shapes, strict=True)
                 ]
 

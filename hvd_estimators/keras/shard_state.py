@@ -242,14 +242,11 @@ class MicroBatches:
     def begin(self, batch: int) -> int | None:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, micro_batch = divmod(batch, self.passes)
-        if self.passes > 1:
-            self.shards.enter(micro_batch)
+        self.shards.enter(micro_batch)
         return None if micro_batch else step
 
     def end(self, batch: int) -> int | None:
         """End a micro-batch; return the step, counted from 0, if the step has ended."""
-        if self.passes == 1:
-            return batch
         step, micro_batch = divmod(batch, self.passes)
         if micro_batch + 1 < self.passes:
             return None

@@ -72,6 +72,7 @@ def check_training(settings: LightningSettings) -> None:
     check_callbacks("callbacks", settings.callbacks)
     if settings.sharding != "none":
         _check_sharding(settings)
+    check_trainer_args(settings.trainer_args, settings.flavor)
     if not settings.model.automatic_optimization:
         passes = settings.trainer_args.get("accumulate_grad_batches", 1)
         if passes > 1:
@@ -90,7 +91,6 @@ def check_training(settings: LightningSettings) -> None:
             "number of GPUs."
         )
     check_objects(settings.logger, settings.profiler)
-    check_trainer_args(settings.trainer_args, settings.flavor)
     check_module(settings.model, settings.flavor)
 
 

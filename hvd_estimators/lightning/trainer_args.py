@@ -132,8 +132,8 @@ def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
         for name, value in arguments.items()
         if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
     }
-    passes = plain_args.get("accumulate_grad_batches")
-    if passes is not None and (not isinstance(passes, int) or passes < 1):
+    passes = arguments.get("accumulate_grad_batches", 1)
+    if not isinstance(passes, int) or passes < 1:
         raise ParamError(
             f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
         )

@@ -14,6 +14,7 @@ from hvd_estimators.torch.collectives import (
     bits_of,
     current,
     exchange,
+    reduce_group,
 )
 from hvd_estimators.training.shard_state import (
     HostStreams,
@@ -247,16 +248,19 @@ class BufferReducer:
                 own[name] = _COMBINE[reduction](own[name], value) if name in own else value
 
         self._shards.for_each(combine)
-        reduced = _reduced_over_ranks(own, reductions)
-        for name, value in reduced.items():
+        if current().size > 1:
+            for operation in ("sum", "max", "min"):
+                group = [own[name] for name in own if _operation(reductions[name]) == operation]
+                reduce_group(group, operation, f"buffers.{operation}")
+        for name, value in own.items():
             if name in self.bases:
-                reduced[name] = value + _in_64_bits(self.bases[name])
+                own[name] = value + _in_64_bits(self.bases[name])
             elif reductions[name] == "mean":
-                reduced[name] = value / self._shards.num_shards
+                own[name] = value / self._shards.num_shards
 
         def set_reduced(shard: int) -> None:
             for name, buffer, _ in self._reduced():
-                value = reduced[name]
+                value = own[name]
                 if not (buffer.is_floating_point() or buffer.is_complex()):
                     value = value.round()
                 buffer.copy_(torch.view_as_complex(value) if buffer.is_complex() else value)
@@ -331,23 +335,8 @@ def _in_64_bits(buffer: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)
 
 
-def _reduced_over_ranks(
-    own: Mapping[str, torch.Tensor], reductions: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    """Reduce each tensor over the ranks, with one collective per operation and dtype."""
-    if current().size == 1:
-        return dict(own)
-    reduced: dict[str, torch.Tensor] = {}
-    groups: dict[tuple[str, torch.dtype], list[str]] = {}
-    for name, value in own.items():
-        operation = reductions[name] if reductions[name] in ("max", "min") else "sum"
-        groups.setdefault((operation, value.dtype), []).append(name)
-    for (operation, dtype), names in groups.items():
-        flat = torch.cat([own[name].reshape(-1) for name in names])
-        flat = current().reduce(flat, operation, f"buffers.{operation}.{dtype}")
-        parts = flat.split([own[name].numel() for name in names])
-        reduced.update((n, p.view_as(own[n])) for n, p in zip(names, parts, strict=True))
-    return reduced
+def _operation(reduction: str) -> str:
+    return reduction if reduction in ("max", "min") else "sum"
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -65,6 +65,23 @@ def test_text_for_layers_of_numbers_fails_on_the_driver() -> None:
         DryRun(model, ["word"], ["y"], None, None).run(columns)
 
 
+def test_a_single_row_may_have_other_dimensions() -> None:
+    class Squeezing(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.squeeze(self.dense(inputs))[..., None]
+
+    model = Squeezing()
+    model.compile("sgd", "mse")
+    trial = DryRun(model, ["b"], ["y"], None, None, copy=Squeezing)
+    trial.run(COLUMNS)
+    trial.note_other_sizes([{name: array[:1] for name, array in COLUMNS.items()}])
+    assert trial.output_shapes == [(1,)]
+
+
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("built", others_in_soak(True, False))

@@ -330,6 +330,9 @@ LIGHTNING = {
     "trainer_args: passes": lightning_row(
         "trainer_args", "expected 1 or more", trainer_args={"accumulate_grad_batches": 0}
     ),
+    "trainer_args: passes of no number": lightning_row(
+        "trainer_args", "expected 1 or more", trainer_args={"accumulate_grad_batches": None}
+    ),
     "num_gpus": lightning_row("num_gpus", "Set num_proc", num_gpus=2),
     "input_shapes": lightning_row(
         "input_shapes", "Set shapes of as many", ShapeError, input_shapes=[[2]]
