@@ -48,10 +48,7 @@ def of_rows(spark: SparkSession, rows: int, repeats: int) -> dict[str, list[floa
     net = Net().eval()
     by_hand = map_in_arrow(spark, net, "features", (WIDTH,), 1)
     ours = TorchModel(
-        model=net,
-        feature_columns=["features"],
-        label_columns=["label"],
-        input_shapes=[[-1, WIDTH]],
+        model=net, feature_columns=["features"], label_columns=["label"], input_shapes=[[-1, WIDTH]]
     )
     ways: dict[str, Transform] = {
         "hvd_estimators": ours.transform,
@@ -105,10 +102,7 @@ def of_images(
 ) -> dict[str, list[float]]:
     """Measure a network with ten outputs."""
     ours = TorchModel(
-        model=net,
-        feature_columns=["image"],
-        label_columns=["label"],
-        input_shapes=[[-1, *IMAGE]],
+        model=net, feature_columns=["image"], label_columns=["label"], input_shapes=[[-1, *IMAGE]]
     )
     ways: dict[str, Transform] = {
         "hvd_estimators": ours.transform,

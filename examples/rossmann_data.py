@@ -280,9 +280,7 @@ def _up_to_horizon(days: Column) -> Column:
 
 def _with_store(rows: DataFrame, store: DataFrame) -> DataFrame:
     opened = F.make_date(
-        _whole("CompetitionOpenSinceYear"),
-        _whole("CompetitionOpenSinceMonth"),
-        F.lit(15),
+        _whole("CompetitionOpenSinceYear"), _whole("CompetitionOpenSinceMonth"), F.lit(15)
     )
     first_week = F.make_date(_whole("Promo2SinceYear"), F.lit(1), F.lit(1))
     promo2 = F.date_add(first_week, (_whole("Promo2SinceWeek") - 1) * 7)

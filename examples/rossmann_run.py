@@ -84,11 +84,7 @@ def train(job: Job) -> tuple[dict[str, list[float]], list[str], bytes]:
 
     from hvd_estimators import get_available_devices
     from hvd_estimators.compat.callbacks import LearningRateWarmupCallback
-    from hvd_estimators.keras import (
-        BroadcastCallback,
-        DistributedOptimizer,
-        MetricAverageCallback,
-    )
+    from hvd_estimators.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
 
     hvd.init()
     # A rank sees only its own GPU. Without this, TensorFlow would reserve all of its memory.

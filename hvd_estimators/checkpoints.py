@@ -72,11 +72,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    store: Store | str,
-    run_id: str | None = None,
-    which: str = "newest",
-    *,
-    safe: bool = True,
+    store: Store | str, run_id: str | None = None, which: str = "newest", *, safe: bool = True
 ) -> Checkpoint:
     """Read a checkpoint of a run.
 

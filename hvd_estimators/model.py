@@ -61,13 +61,7 @@ from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.loading.collate import Collate
 from hvd_estimators.loading.collate_fn import make_collate
 from hvd_estimators.loading.transform import make_transformation
-from hvd_estimators.params import (
-    column_names,
-    input_columns,
-    param,
-    string,
-    type_names,
-)
+from hvd_estimators.params import column_names, input_columns, param, string, type_names
 from hvd_estimators.params.model import SharedParams
 from hvd_estimators.prepare.schema import (
     clashing,

@@ -32,9 +32,7 @@ def parse_object(content: str | bytes) -> dict[str, Any]:
 
 
 def check_types(
-    values: object,
-    types: Mapping[str, type | tuple[type, ...]],
-    required: Iterable[str] = (),
+    values: object, types: Mapping[str, type | tuple[type, ...]], required: Iterable[str] = ()
 ) -> None:
     """Check the types of some values of an object in a document.
 

@@ -42,10 +42,7 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.backend import Backend
 
 # Package, its oldest version as the extras in setup.cfg, and its distributions if there are others.
-_REQUIRED = (
-    ("PySpark", "3.5", ("pyspark", "pyspark-connect")),
-    ("PyArrow", "14", ("pyarrow",)),
-)
+_REQUIRED = (("PySpark", "3.5", ("pyspark", "pyspark-connect")), ("PyArrow", "14", ("pyarrow",)))
 _OPTIONAL = (
     ("Petastorm", "0.13", ("petastorm",)),
     ("torch", "2.6", DISTRIBUTIONS["torch"]),

@@ -36,12 +36,7 @@ from packaging.version import Version
 from hvd_estimators._util.install_hints import INSTALL_A_FRAMEWORK
 from hvd_estimators._util.system import available_cores
 from hvd_estimators.exceptions import BuildError, DependencyError
-from hvd_estimators.launch.horovod_build import (
-    DISTRIBUTIONS,
-    REVISION,
-    cuda_of,
-    installed_version,
-)
+from hvd_estimators.launch.horovod_build import DISTRIBUTIONS, REVISION, cuda_of, installed_version
 
 HOROVOD_VERSION = "0.28.1"
 

@@ -12,10 +12,7 @@ from typing import Any
 
 import keras
 
-from hvd_estimators.compat.schedules import (
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-)
+from hvd_estimators.compat.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint, BroadcastCallback
 from hvd_estimators.keras import MetricAverageCallback as _MetricAverageCallback

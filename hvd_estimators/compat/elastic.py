@@ -62,10 +62,7 @@ class KerasState(ObjectState):
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | None = None,
-        **values: Any,
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **values: Any
     ) -> None:
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if not model.built:

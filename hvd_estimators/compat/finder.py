@@ -91,10 +91,7 @@ def _complete(module: ModuleType) -> None:
 
 class _AliasFinder(MetaPathFinder):
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in COMPLETED:
             return AfterImport(fullname, _complete).find_spec(fullname, path, target)

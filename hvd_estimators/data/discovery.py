@@ -315,11 +315,7 @@ def _with_ranges(
     return tuple(made)
 
 
-def _split(
-    path: str,
-    files: Sequence[_DataFile],
-    specs: Sequence[ColumnSpec],
-) -> Split:
+def _split(path: str, files: Sequence[_DataFile], specs: Sequence[ColumnSpec]) -> Split:
     groups: list[RowGroup] = []
     checked: set[FileColumns] = set()
     partitions = [spec for spec in specs if spec.kind == "partition"]
@@ -375,10 +371,7 @@ def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
 
 
 def _spec(
-    files: Sequence[_DataFile],
-    name: str,
-    allow_text: TextColumns,
-    known: ColumnSpec | None = None,
+    files: Sequence[_DataFile], name: str, allow_text: TextColumns, known: ColumnSpec | None = None
 ) -> ColumnSpec:
     """Return a column with the smallest type that holds its numbers in all files.
 

@@ -26,14 +26,7 @@ from typing import TypeVar
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.tables import (
-    LOG_FOLDERS,
-    DataFile,
-    Table,
-    TableFile,
-    TableFiles,
-    read_log,
-)
+from hvd_estimators.data.tables import LOG_FOLDERS, DataFile, Table, TableFile, TableFiles, read_log
 from hvd_estimators.data.types import is_list, num_leaves, partition_values
 from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store

@@ -151,12 +151,7 @@ class FetchedFile(RangeFile):
     """
 
     def __init__(
-        self,
-        fetch: Fetch,
-        chunks: Sequence[Range],
-        size: int,
-        most: int,
-        pool: ThreadPoolExecutor,
+        self, fetch: Fetch, chunks: Sequence[Range], size: int, most: int, pool: ThreadPoolExecutor
     ) -> None:
         super().__init__(size)
         self._fetch = fetch

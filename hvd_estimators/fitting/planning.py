@@ -20,12 +20,7 @@ from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards, vary
-from hvd_estimators.loading.spec import (
-    DataSpec,
-    ReaderOptions,
-    check_shards,
-    choose_data_module,
-)
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, choose_data_module
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.base import store_of
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec

@@ -23,11 +23,7 @@ from pyspark.ml import Transformer
 import hvd_estimators
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.exceptions import (
-    JobCancelledError,
-    TrainingInterruptedError,
-    WorkerFailedError,
-)
+from hvd_estimators.exceptions import JobCancelledError, TrainingInterruptedError, WorkerFailedError
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import MlflowLogger
 from hvd_estimators.fitting.run import ReadOrder, Run

@@ -18,10 +18,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from hvd_estimators.exceptions import (
-    StoreUnavailableError,
-    WorkerFailedError,
-)
+from hvd_estimators.exceptions import StoreUnavailableError, WorkerFailedError
 from hvd_estimators.fitting.record import now
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend

@@ -16,12 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
-from hvd_estimators.fitting.fingerprint import (
-    as_json,
-    differences,
-    digest,
-    reading_identity,
-)
+from hvd_estimators.fitting.fingerprint import as_json, differences, digest, reading_identity
 from hvd_estimators.fitting.mlflow import TrackingRun
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.loading.spec import DataSpec

@@ -132,9 +132,7 @@ class TensorBoardLogger(Logger):
 
         content = plugin_data_pb2.HParamsPluginData(**info)
         value = Summary.Value(
-            tag=tag,
-            metadata=metadata.create_summary_metadata(content),
-            tensor=metadata.NULL_TENSOR,
+            tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR
         )
         _write(self._session_writer, summary=Summary(value=[value]))
 

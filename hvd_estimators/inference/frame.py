@@ -28,11 +28,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.prepare.schema import (
-    columns_alike,
-    fields_by_name,
-    quoted,
-)
+from hvd_estimators.prepare.schema import columns_alike, fields_by_name, quoted
 
 
 def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:

@@ -14,30 +14,13 @@ import pyarrow as pa
 from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import (
-    GpuError,
-    ParamError,
-)
-from hvd_estimators.inference.batch import (
-    BatchPredictor,
-    Predictor,
-    Resources,
-    labels_of,
-)
+from hvd_estimators.exceptions import GpuError, ParamError
+from hvd_estimators.inference.batch import BatchPredictor, Predictor, Resources, labels_of
 from hvd_estimators.inference.classification import class_columns, class_scores, resolve_kind
 from hvd_estimators.inference.errors import naming_transformation
-from hvd_estimators.inference.output_columns import (
-    DOUBLE,
-    output_columns,
-    output_types,
-)
+from hvd_estimators.inference.output_columns import DOUBLE, output_columns, output_types
 from hvd_estimators.inference.pipeline import Pipeline, as_lists, read_pipeline
-from hvd_estimators.inference.standalone_rows import (
-    InputTable,
-    read_columns,
-    read_rows,
-    read_table,
-)
+from hvd_estimators.inference.standalone_rows import InputTable, read_columns, read_rows, read_table
 from hvd_estimators.loading.collate_fn import make_collate
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved

@@ -327,8 +327,7 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ColumnError(
-            f"Column {name!r} holds values that cannot be inputs of a model ({error}).",
-            column=name,
+            f"Column {name!r} holds values that cannot be inputs of a model ({error}).", column=name
         ) from error
     return _decoded(column)
 

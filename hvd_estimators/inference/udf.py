@@ -45,12 +45,7 @@ from hvd_estimators.data.types import (
     is_vector,
 )
 from hvd_estimators.exceptions import ColumnError, DependencyError, ParamError, listed
-from hvd_estimators.inference.batch import (
-    BatchPredictor,
-    Predictor,
-    is_scalar,
-    one_ahead,
-)
+from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, one_ahead
 from hvd_estimators.inference.broadcast import Hashed, Payload, Sent
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, as_doubles, to_column
 from hvd_estimators.inference.worker import (

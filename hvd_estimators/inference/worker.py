@@ -49,10 +49,7 @@ def unpickled(sent: Sent) -> Any:
 
 
 def cached_predictor(
-    key: str,
-    model: Sent,
-    load: Callable[..., Predictor],
-    resources: Resources = DEFAULT_RESOURCES,
+    key: str, model: Sent, load: Callable[..., Predictor], resources: Resources = DEFAULT_RESOURCES
 ) -> Predictor:
     """Return the predictor with a key, and load it if the worker has no predictor with that key.
 

@@ -24,11 +24,7 @@ import keras
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import is_keras, on_tensorflow, traced
 from hvd_estimators.keras.collectives import exchange
-from hvd_estimators.keras.metrics import (
-    capture_metrics,
-    merge_captured,
-    scalars,
-)
+from hvd_estimators.keras.metrics import capture_metrics, merge_captured, scalars
 from hvd_estimators.keras.model_file import ModelValues, load_values, save_values
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
@@ -255,10 +251,7 @@ class BestModel:
     def fetch(self) -> None:
         """Fetch the file that an earlier part of the run stored."""
         if self._stored_at is not None and self._store.exists(self._stored_at):
-            with (
-                self._store.open(self._stored_at) as stored,
-                open(self._path, "wb") as file,
-            ):
+            with self._store.open(self._stored_at) as stored, open(self._path, "wb") as file:
                 shutil.copyfileobj(stored, file, CHUNK_BYTES)
             self._written = os.stat(self._path).st_mtime_ns
 
@@ -330,11 +323,7 @@ class RunSaver:
         self._save(history, stopped=stopped)
 
     def save_within(
-        self,
-        history: Sequence[EpochMetrics],
-        batches: int,
-        digests: list[bytes],
-        stop: bool,
+        self, history: Sequence[EpochMetrics], batches: int, digests: list[bytes], stop: bool
     ) -> None:
         """Save the run within an epoch.
 
@@ -349,11 +338,7 @@ class RunSaver:
         stop : bool
             Whether a callback of this rank has requested a stop.
         """
-        partial = {
-            "digests": digests,
-            "metrics": capture_metrics(self.model),
-            "stop": stop,
-        }
+        partial = {"digests": digests, "metrics": capture_metrics(self.model), "stop": stop}
         self._save(history, batches, partial)
 
     def _save(

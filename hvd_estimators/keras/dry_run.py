@@ -14,13 +14,7 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
-from hvd_estimators.keras.backend import (
-    CPU,
-    SHAPE_KINDS,
-    all_layers,
-    has_own_step,
-    torch_layers,
-)
+from hvd_estimators.keras.backend import CPU, SHAPE_KINDS, all_layers, has_own_step, torch_layers
 from hvd_estimators.keras.losses import check_loss
 from hvd_estimators.keras.metrics import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic

@@ -78,11 +78,7 @@ class StepEnd:
         Whether each step's logs must be checked.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        control: StepControl,
-    ) -> None:
+    def __init__(self, spec: TrainSpec, control: StepControl) -> None:
         self._spec = spec
         self._control = control
         self.checks_nan = spec.terminate_on_nan

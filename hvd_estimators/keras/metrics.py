@@ -12,11 +12,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import traceless
-from hvd_estimators.keras.backend import (
-    has_own_step,
-    has_own_test_step,
-    is_keras,
-)
+from hvd_estimators.keras.backend import has_own_step, has_own_test_step, is_keras
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +112,11 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     half = len(keras.tree.flatten(outputs)[0]) // 2
     rng = np.random.default_rng(0)
     varied = keras.tree.map_structure(
-        lambda output: keras.ops.cast(rng.uniform(0.1, 0.9, output.shape), output.dtype),
-        outputs,
+        lambda output: keras.ops.cast(rng.uniform(0.1, 0.9, output.shape), output.dtype), outputs
     )
     parts = [
         keras.tree.map_structure(
-            lambda array, cut=cut: None if array is None else array[cut],
-            (x, y, varied, weights),
+            lambda array, cut=cut: None if array is None else array[cut], (x, y, varied, weights)
         )
         for cut in (slice(half), slice(half, 2 * half))
     ]

@@ -15,17 +15,9 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import symbolic
-from hvd_estimators.keras.predictor import (
-    KerasPredictor,
-    inputs_of,
-    of_labels,
-    predictor_settings,
-)
+from hvd_estimators.keras.predictor import KerasPredictor, inputs_of, of_labels, predictor_settings
 from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
-from hvd_estimators.keras.tensors import (
-    TensorSpec,
-    text_columns,
-)
+from hvd_estimators.keras.tensors import TensorSpec, text_columns
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import narrowed, param
 from hvd_estimators.saving.export import exported, require_packages
@@ -61,9 +53,7 @@ class KerasModel(KerasModelSignatures):
         fitted=True,
     )
     custom_objects = param(
-        "Dict of name to custom class or function of the model.",
-        default={},
-        type="dict[str, Any]",
+        "Dict of name to custom class or function of the model.", default={}, type="dict[str, Any]"
     )
     _labels = param("Label columns in the structure of the model's outputs, from training.")
     _input_keys = param(
@@ -155,11 +145,7 @@ class KerasModel(KerasModelSignatures):
             arguments["jit_compile"] = False
         compiled, document = dump(arguments, custom_objects), model_payload(model, custom_objects)
 
-        settings: dict[str, Any] = {
-            "compiled": compiled,
-            "tensors": tensors,
-            "floatx": floatx,
-        }
+        settings: dict[str, Any] = {"compiled": compiled, "tensors": tensors, "floatx": floatx}
         return (
             document,
             functools.partial(load_evaluator, **settings),

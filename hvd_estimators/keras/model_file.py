@@ -21,12 +21,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import (
-    all_layers,
-    model_optimizers,
-    numpy_dtype,
-    to_dense,
-)
+from hvd_estimators.keras.backend import all_layers, model_optimizers, numpy_dtype, to_dense
 from hvd_estimators.keras.custom_objects import UnequalCopyError
 
 CONTENT = "hvd_estimators.keras.json"

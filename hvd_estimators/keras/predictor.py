@@ -14,11 +14,7 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
-from hvd_estimators.keras.backend import (
-    CPU,
-    all_layers,
-    on_tensorflow,
-)
+from hvd_estimators.keras.backend import CPU, all_layers, on_tensorflow
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load, load_model

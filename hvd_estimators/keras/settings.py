@@ -14,11 +14,7 @@ import keras
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import causes
-from hvd_estimators.keras.backend import (
-    has_own_compile,
-    has_own_step,
-    kept_random_state,
-)
+from hvd_estimators.keras.backend import has_own_compile, has_own_step, kept_random_state
 from hvd_estimators.keras.compile_args import CompileSettings, losses, optimizer_state, sums
 from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError
 from hvd_estimators.keras.losses import kind_of_outputs, without_reduction

@@ -228,12 +228,7 @@ class MicroBatches:
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        num_shards: int,
-        rank: int,
-        size: int,
-        streams: RandomStreams,
+        self, model: keras.Model, num_shards: int, rank: int, size: int, streams: RandomStreams
     ) -> None:
         self.variables = VariableState(model)
         self.shards = ShardStates(num_shards, rank, size, (streams, self.variables))

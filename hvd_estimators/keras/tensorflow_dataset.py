@@ -27,11 +27,7 @@ Batches = Chunk | Columns
 
 
 def train_dataset(
-    chunks: Iterator[Batches],
-    like: Batches,
-    prefetch: int,
-    form: Form | None,
-    skipped: int,
+    chunks: Iterator[Batches], like: Batches, prefetch: int, form: Form | None, skipped: int
 ) -> tf.data.Dataset:
     """Return the batches of chunks, which can be iterated only once.
 
@@ -80,10 +76,7 @@ def _of_length(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
 
 
 def column_dataset(
-    chunks: Callable[[], Iterator[Any]],
-    like: Batches,
-    prefetch: int = 0,
-    form: Form | None = None,
+    chunks: Callable[[], Iterator[Any]], like: Batches, prefetch: int = 0, form: Form | None = None
 ) -> tf.data.Dataset:
     """Return the batches of chunks as a dataset.
 

@@ -16,10 +16,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.keras.backend import (
-    on_tensorflow,
-    snapshot,
-)
+from hvd_estimators.keras.backend import on_tensorflow, snapshot
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.shard_state import torch_buffers
 from hvd_estimators.training.row_weights import check_rank
@@ -218,9 +215,7 @@ def kept_variables(model: keras.Model) -> Iterator[None]:
 
 
 def input_structure(
-    model: keras.Model,
-    feature_cols: Sequence[str],
-    keys: Sequence[str] | None = None,
+    model: keras.Model, feature_cols: Sequence[str], keys: Sequence[str] | None = None
 ) -> Any:
     """Return a model's inputs as fields in the model's structure.
 

@@ -24,11 +24,7 @@ Batches = Chunk | Columns
 
 
 def train_dataset(
-    chunks: Iterator[Batches],
-    like: Batches,
-    prefetch: int,
-    form: Form | None,
-    skipped: int,
+    chunks: Iterator[Batches], like: Batches, prefetch: int, form: Form | None, skipped: int
 ) -> Any:
     """Return the batches of chunks, after ``skipped`` times the first one."""
     batches = _batches(chunks, form)

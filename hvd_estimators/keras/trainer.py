@@ -51,11 +51,7 @@ from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
-from hvd_estimators.training.step_control import (
-    StepControl,
-    stopped_before,
-    without_further_epochs,
-)
+from hvd_estimators.training.step_control import StepControl, stopped_before, without_further_epochs
 
 
 @dataclass(frozen=True)
@@ -253,11 +249,7 @@ class _Trainer:
         resumed = None
         if self.restored is not None and rows:
             resumed = PartialEpoch(
-                model,
-                self.restored,
-                micro_batches,
-                self.batches * passes,
-                streams.restore,
+                model, self.restored, micro_batches, self.batches * passes, streams.restore
             )
             resumed.build(datasets.batch)
         elif self.denominators.may_be_empty:
@@ -268,15 +260,7 @@ class _Trainer:
         if self.best_model is not None:
             chosen.append(spec.checkpoint_callback)
         callbacks = RankCallbacks(
-            chosen,
-            model,
-            spec.epochs,
-            steps,
-            saver,
-            self.history,
-            progress,
-            step_end,
-            resumed,
+            chosen, model, spec.epochs, steps, saver, self.history, progress, step_end, resumed
         )
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)

@@ -36,11 +36,7 @@ from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.validation import (
-    call_of,
-    environment_given,
-    whole_number,
-)
+from hvd_estimators.launch.validation import call_of, environment_given, whole_number
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, idle_seconds
 from hvd_estimators.launch.warm.modules import modules_of
 

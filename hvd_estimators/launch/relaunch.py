@@ -9,11 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_estimators.exceptions import (
-    SlotsError,
-    UnreachableError,
-    WorkerFailedError,
-)
+from hvd_estimators.exceptions import SlotsError, UnreachableError, WorkerFailedError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 

@@ -23,11 +23,7 @@ from hvd_estimators.launch.cluster.capacity import (
     watching_executors,
 )
 from hvd_estimators.launch.cluster.connect import current_cluster
-from hvd_estimators.launch.cluster.jobs import (
-    barrier_job,
-    importing,
-    interruptible,
-)
+from hvd_estimators.launch.cluster.jobs import barrier_job, importing, interruptible
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import shared_environment

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
     from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
     from hvd_estimators.lightning.model import LightningModel, TorchModel
 
-__all__ = [
-    "LightningEstimator",
-    "LightningModel",
-    "TorchEstimator",
-    "TorchModel",
-    "load_predictor",
-]
+__all__ = ["LightningEstimator", "LightningModel", "TorchEstimator", "TorchModel", "load_predictor"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -51,9 +51,7 @@ _PREPARING_HOOKS = (
 
 
 def check_shards_of_module(
-    module: torch.nn.Module,
-    data: DataSpec,
-    trainer_args: Mapping[str, Any],
+    module: torch.nn.Module, data: DataSpec, trainer_args: Mapping[str, Any]
 ) -> None:
     """Reject settings that cannot run several virtual shards on a rank. Runs on the driver.
 

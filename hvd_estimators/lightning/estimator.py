@@ -10,11 +10,7 @@ from hvd_estimators.lightning.framework import LightningFramework
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.torch import estimator as torch_estimator
-from hvd_estimators.torch.serialization import (
-    dump_module,
-    load_module,
-    load_trained,
-)
+from hvd_estimators.torch.serialization import dump_module, load_module, load_trained
 from hvd_estimators.torch.stored_weights import find_weights_in
 
 _MIXED_PRECISIONS: dict[Any, str] = {

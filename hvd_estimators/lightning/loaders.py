@@ -277,11 +277,7 @@ class ValidationLoader(_Loader):
     """
 
     def __init__(
-        self,
-        data: DataModule,
-        form: BatchForm,
-        steps: int,
-        device: torch.device | str = "cpu",
+        self, data: DataModule, form: BatchForm, steps: int, device: torch.device | str = "cpu"
     ) -> None:
         known = data.num_val_batches()
         super().__init__(form, steps if known is None else known)

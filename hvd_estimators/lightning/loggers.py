@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.lightning.package import (
-    FLAVORS,
-    CheckpointIO,
-    Flavor,
-    flavor_of,
-    is_lightning,
-)
+from hvd_estimators.lightning.package import FLAVORS, CheckpointIO, Flavor, flavor_of, is_lightning
 from hvd_estimators.store.base import Store
 from hvd_estimators.training.run_state import reading
 

@@ -18,11 +18,7 @@ from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store import Store
 from hvd_estimators.torch.optimizer_step import autocast
-from hvd_estimators.torch.predictor import (
-    TorchPredictor,
-    limit_threads,
-    transform_spec,
-)
+from hvd_estimators.torch.predictor import TorchPredictor, limit_threads, transform_spec
 from hvd_estimators.torch.serialization import load_module
 from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import (

@@ -24,10 +24,7 @@ from hvd_estimators.lightning.loaders import (
 from hvd_estimators.lightning.loggers import StoreCheckpointIO, make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import is_lightning, of_flavor
 from hvd_estimators.lightning.strategy import WeightedStrategy
-from hvd_estimators.lightning.trainer_args import (
-    LightningTrainSpec,
-    TrainerObjects,
-)
+from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects
 from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -55,11 +52,7 @@ from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainResult, combined_digest
-from hvd_estimators.training.step_control import (
-    StepControl,
-    stopped_before,
-    without_further_epochs,
-)
+from hvd_estimators.training.step_control import StepControl, stopped_before, without_further_epochs
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

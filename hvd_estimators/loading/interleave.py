@@ -321,9 +321,7 @@ def mixed(
 
 
 def interleave(
-    groups: Iterator[Sequence[S]],
-    read: Callable[[S], _Stream[T]],
-    threads: int,
+    groups: Iterator[Sequence[S]], read: Callable[[S], _Stream[T]], threads: int
 ) -> Generator[T, None, None]:
     """Read groups one after another; within a group, read one slice of each element in turn.
 

@@ -27,10 +27,7 @@ _ENOUGH_GROUPS = 8
 
 
 def order_warning(
-    row_groups: Sequence[RowGroup],
-    plan: ShardPlan,
-    specs: Sequence[ColumnSpec],
-    buffer_bytes: int,
+    row_groups: Sequence[RowGroup], plan: ShardPlan, specs: Sequence[ColumnSpec], buffer_bytes: int
 ) -> str | None:
     """Return a warning if the rows of the files cannot be mixed in the available memory.
 
@@ -290,11 +287,7 @@ def _runs(rows: int, steps: int, batch_size: int, least: int) -> list[tuple[int,
     else:
         # Each step needs some rows; the first ones also take the others.
         full, rest = divmod(rows - least * steps, batch_size - least)
-        runs = [
-            (batch_size, full),
-            (least + rest, min(steps - full, 1)),
-            (least, steps - full - 1),
-        ]
+        runs = [(batch_size, full), (least + rest, min(steps - full, 1)), (least, steps - full - 1)]
     return [(size, number) for size, number in runs if number > 0]
 
 

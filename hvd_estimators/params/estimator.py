@@ -145,8 +145,7 @@ class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
         convert=boolean,
     )
     train_steps_per_epoch = param(
-        "Batches per epoch and rank. Default: enough for each row once.",
-        convert=integer(1),
+        "Batches per epoch and rank. Default: enough for each row once.", convert=integer(1)
     )
     validation_steps_per_epoch = param(
         "Validation batches per epoch and rank. Default: enough for each row once.",

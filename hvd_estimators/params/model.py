@@ -13,9 +13,7 @@ from pyspark.ml.param.shared import (
 )
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.classification import (
-    KINDS,
-)
+from hvd_estimators.inference.classification import KINDS
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,

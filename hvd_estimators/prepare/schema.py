@@ -19,13 +19,7 @@ from typing_extensions import TypeIs
 
 from hvd_estimators._util.spark_session import is_stopped
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import (
-    DENSE,
-    SPARK_DTYPES,
-    TextColumns,
-    decimal_dtype,
-    text_options,
-)
+from hvd_estimators.data.types import DENSE, SPARK_DTYPES, TextColumns, decimal_dtype, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean, listed
 
 

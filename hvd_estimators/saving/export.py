@@ -39,10 +39,7 @@ def require_packages(call: str, *packages: str) -> None:
 
 @contextlib.contextmanager
 def exported(
-    path: str,
-    overwrite: bool,
-    storage_options: Mapping[str, Any] | None,
-    last: str | None = None,
+    path: str, overwrite: bool, storage_options: Mapping[str, Any] | None, last: str | None = None
 ) -> Iterator[str]:
     """Yield a local path to write to, and move the result to its destination when the block ends.
 

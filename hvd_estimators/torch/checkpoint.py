@@ -187,14 +187,7 @@ class RunCheckpoints:
         buffers = ShardBuffers(self._module, self.shards, self._non_persistent)
         own = measured, buffers.digests
         state, of_ranks = gather_state(
-            self._spec,
-            history,
-            batches,
-            self.shards,
-            self._streams,
-            exchange,
-            own,
-            stopped=stopped,
+            self._spec, history, batches, self.shards, self._streams, exchange, own, stopped=stopped
         )
         of_measured, digests = zip(*of_ranks, strict=True)
         unequal = buffers.unequal(digests)
@@ -217,20 +210,14 @@ class RunCheckpoints:
             "output_shapes": output_shapes,
             "measures": [m["sums"] for m in of_measured if m is not None],
         }
-        saved: Any = {
-            **content,
-            "buffers": unequal,
-            "requires_grad": self._trainable.capture(),
-        }
+        saved: Any = {**content, "buffers": unequal, "requires_grad": self._trainable.capture()}
         if batches:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved["buffer_bases"] = self.buffers.bases
             saved = snapshot(saved)
         state = replace(state, parts=parts)
         self.writer.save(
-            *(state, lambda file: save_state(saved, file)),
-            is_copy=batches > 0,
-            files=files,
+            *(state, lambda file: save_state(saved, file)), is_copy=batches > 0, files=files
         )
         return True
 

@@ -58,10 +58,7 @@ def using(collectives: Collectives) -> Iterator[Collectives]:
 
 @contextlib.contextmanager
 def session(
-    kind: str,
-    mp_start_method: str | None = None,
-    ranks: int | None = None,
-    use_gpu: bool = True,
+    kind: str, mp_start_method: str | None = None, ranks: int | None = None, use_gpu: bool = True
 ) -> Iterator[Collectives]:
     """Connect this rank to the others for the duration of the block. Called by all ranks.
 

@@ -145,10 +145,7 @@ def _row_shapes(
 
 
 def _not_taken(
-    error: Exception,
-    module: torch.nn.Module,
-    tensors: TensorSpec,
-    inputs: Sequence[torch.Tensor],
+    error: Exception, module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
 ) -> str:
     given = described(tensors.named(inputs))
     hint = ""
@@ -341,9 +338,7 @@ def check_own_step(
 
 
 def takes_one_row(
-    module: torch.nn.Module,
-    call: Callable[[Any], Any],
-    others: Sequence[Callable[[Any], Any]] = (),
+    module: torch.nn.Module, call: Callable[[Any], Any], others: Sequence[Callable[[Any], Any]] = ()
 ) -> bool | None:
     """Return whether the model can train on a batch of one row; None if unknown.
 
@@ -425,11 +420,7 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
 
 
 def check_batches(
-    module: torch.nn.Module,
-    data: DataSpec,
-    own_step: bool,
-    all_rows: bool,
-    one_row: bool | None,
+    module: torch.nn.Module, data: DataSpec, own_step: bool, all_rows: bool, one_row: bool | None
 ) -> None:
     """Reject batches that a model or a training function cannot take.
 

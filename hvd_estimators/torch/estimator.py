@@ -27,10 +27,7 @@ from hvd_estimators.params import (
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.objective import LOSS_FORMS
-from hvd_estimators.torch.optimizer_step import (
-    INTERVALS,
-    PRECISIONS,
-)
+from hvd_estimators.torch.optimizer_step import INTERVALS, PRECISIONS
 from hvd_estimators.torch.serialization import load_module, load_trained
 from hvd_estimators.torch.sharding import MODES
 from hvd_estimators.torch.shared_params import TorchSharedParams

@@ -19,13 +19,7 @@ from hvd_estimators.data.rows import ROWS, RowTable
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.fitting.checks import check_collectives
 from hvd_estimators.fitting.fingerprint import named
-from hvd_estimators.fitting.framework import (
-    WEIGHT_REMEDY,
-    Fittable,
-    Framework,
-    build,
-    is_function,
-)
+from hvd_estimators.fitting.framework import WEIGHT_REMEDY, Fittable, Framework, build, is_function
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial, check_sendable, repeated
 from hvd_estimators.loading.spec import DataSpec

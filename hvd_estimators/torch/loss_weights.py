@@ -360,10 +360,7 @@ class StepLoss:
     """
 
     def __init__(
-        self,
-        loss: LossParts | None,
-        parts: Callable[..., list[WeightedLoss]],
-        weights: StepWeights,
+        self, loss: LossParts | None, parts: Callable[..., list[WeightedLoss]], weights: StepWeights
     ) -> None:
         self._loss = loss
         self._parts = parts

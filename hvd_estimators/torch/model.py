@@ -15,26 +15,14 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import (
-    boolean,
-    narrowed,
-    numbers,
-    one_of,
-    param,
-    shapes,
-)
+from hvd_estimators.params import boolean, narrowed, numbers, one_of, param, shapes
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.objective_args import objective_of
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
-from hvd_estimators.torch.serialization import (
-    copied,
-    module_payload,
-    plain_module,
-    save_state,
-)
+from hvd_estimators.torch.serialization import copied, module_payload, plain_module, save_state
 from hvd_estimators.torch.shared_params import TorchSharedParams
 from hvd_estimators.torch.stored_weights import (
     load_weights,

@@ -69,11 +69,7 @@ class Forward:
         """Return a module on the device; on the CPU, its memory stays mapped."""
         return module.to(self.device) if self.overlaps else module
 
-    def begin(
-        self,
-        inputs: Sequence[torch.Tensor],
-        call: Call,
-    ) -> Finish:
+    def begin(self, inputs: Sequence[torch.Tensor], call: Call) -> Finish:
         """Start a forward pass, and return a function that waits for the outputs and returns them.
 
         Parameters

@@ -509,9 +509,7 @@ def load_state(file: IO[bytes] | str) -> dict[str, Any]:
 
 
 def trained_file(
-    module: torch.nn.Module,
-    given: Callable[[], torch.nn.Module],
-    others: tuple[Any, ...] = (),
+    module: torch.nn.Module, given: Callable[[], torch.nn.Module], others: tuple[Any, ...] = ()
 ) -> LocalFile:
     """Write a trained module and the objects that share it to a file. Runs on the ranks.
 

@@ -19,12 +19,7 @@ from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.loss import kind_of_outputs
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.objective_args import (
-    losses,
-    make_objective,
-    metric_groups,
-    per_label,
-)
+from hvd_estimators.torch.objective_args import losses, make_objective, metric_groups, per_label
 from hvd_estimators.torch.sharding import ShardingOptions
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -70,11 +65,7 @@ class TorchSettings(Settings):
         """How the ranks share the parameters."""
         modules = None if self.shard_modules is None else tuple(self.shard_modules)
         return ShardingOptions(
-            self.sharding,
-            modules,
-            self.activation_checkpointing,
-            self.precision,
-            self.cpu_offload,
+            self.sharding, modules, self.activation_checkpointing, self.precision, self.cpu_offload
         )
 
     @cached_property

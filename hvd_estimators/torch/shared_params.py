@@ -22,11 +22,7 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
 )
-from hvd_estimators.torch.stored_weights import (
-    find_weights_in,
-    set_stored_weights,
-    stored_weights,
-)
+from hvd_estimators.torch.stored_weights import find_weights_in, set_stored_weights, stored_weights
 
 
 def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:

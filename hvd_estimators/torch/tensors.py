@@ -46,9 +46,7 @@ class Selected(list[Any]):
 
 
 def select_outputs(
-    outputs: Any,
-    labels: Sequence[str] = (),
-    selection: Sequence[int | str] | None = None,
+    outputs: Any, labels: Sequence[str] = (), selection: Sequence[int | str] | None = None
 ) -> Selected:
     """Return some of a module's outputs as a list.
 
@@ -389,9 +387,7 @@ class Batch:
 
 
 def tensor_batches(
-    chunks: Iterable[Batches],
-    device: torch.device | str = "cpu",
-    num_batches: int | None = None,
+    chunks: Iterable[Batches], device: torch.device | str = "cpu", num_batches: int | None = None
 ) -> Generator[dict[str, torch.Tensor] | CollatedBatch, None, None]:
     """Yield each batch of each chunk as a dict of column name to tensor.
 
@@ -462,9 +458,7 @@ def leaves(batch: CollatedBatch) -> list[torch.Tensor]:
     return found
 
 
-def _blocks(
-    chunks: Iterable[Batches],
-) -> Generator[tuple[Batches, list[torch.Tensor]], None, None]:
+def _blocks(chunks: Iterable[Batches]) -> Generator[tuple[Batches, list[torch.Tensor]], None, None]:
     """Yield each chunk with its blocks as tensors; closes the chunks, if they can be closed."""
     try:
         for chunk in chunks:
@@ -508,12 +502,7 @@ def _tensor(
 
 
 def _check_whole(
-    name: str,
-    column: Array | torch.Tensor,
-    made: torch.Tensor,
-    param: str,
-    taken: str,
-    remedy: str,
+    name: str, column: Array | torch.Tensor, made: torch.Tensor, param: str, taken: str, remedy: str
 ) -> None:
     """Check that numbers of a column which became integers were whole."""
     # A check on a GPU would wait for the GPU in each step.

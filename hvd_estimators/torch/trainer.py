@@ -61,11 +61,7 @@ from hvd_estimators.training.spec import (
     combined_digest,
     shown_values,
 )
-from hvd_estimators.training.step_control import (
-    StepControl,
-    stopped_before,
-    without_further_epochs,
-)
+from hvd_estimators.training.step_control import StepControl, stopped_before, without_further_epochs
 
 logger = logging.getLogger(__name__)
 

@@ -97,10 +97,7 @@ def train_stored(call: StoredCall) -> TrainResult:
             stored.write(state)
         digest = digest_of(stored)
     return replace(
-        result,
-        state=None,
-        state_digest=digest,
-        state_is_file=isinstance(state, LocalFile),
+        result, state=None, state_digest=digest, state_is_file=isinstance(state, LocalFile)
     )
 
 

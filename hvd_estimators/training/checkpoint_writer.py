@@ -13,11 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, Self
 
-from hvd_estimators.exceptions import (
-    StoreError,
-    StoreUnavailableError,
-    TrainingInterruptedError,
-)
+from hvd_estimators.exceptions import StoreError, StoreUnavailableError, TrainingInterruptedError
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
@@ -32,13 +28,7 @@ from hvd_estimators.store.checkpoints import (
     write_manifest,
 )
 from hvd_estimators.store.files import CHUNK_BYTES
-from hvd_estimators.store.paths import (
-    Position,
-    manifest_of,
-    orphans,
-    tensors_of,
-    with_manifest,
-)
+from hvd_estimators.store.paths import Position, manifest_of, orphans, tensors_of, with_manifest
 from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.run_state import (

@@ -19,12 +19,7 @@ from hvd_estimators.launch.rank.hang_detection import (
     recording_progress,
     seconds_without_progress,
 )
-from hvd_estimators.launch.service.events import (
-    EventSender,
-    RankEpoch,
-    RankOutput,
-    RankProgress,
-)
+from hvd_estimators.launch.service.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 logger = logging.getLogger(__name__)

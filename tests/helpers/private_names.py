@@ -122,11 +122,7 @@ TABLE = (
     ),
     # torch
     Private("torch", "_C", "It has the number of the running backward pass, and process groups."),
-    Private(
-        "torch._C",
-        "_distributed_c10d",
-        "It has the next function.",
-    ),
+    Private("torch._C", "_distributed_c10d", "It has the next function."),
     Private(
         "torch._C._distributed_c10d",
         "_create_work_from_future",

@@ -21,11 +21,7 @@ def make_net() -> keras.Model:
     # Keras's function would import TensorFlow on torch, too.
     random.seed(7)
     return keras.Sequential(
-        [
-            keras.Input((WIDTH,)),
-            keras.layers.Dense(8, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
+        [keras.Input((WIDTH,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
     )
 
 

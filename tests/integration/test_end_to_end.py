@@ -71,10 +71,7 @@ def check(
         callbacks=[stopping_callback(framework, folder)],
     )
     first, second = readers
-    with (
-        killing_ranks(store, "killed", folder),
-        pytest.raises(WorkerFailedError, match="SIGKILL"),
-    ):
+    with killing_ranks(store, "killed", folder), pytest.raises(WorkerFailedError, match="SIGKILL"):
         estimator.setParams(data_module=first).fit(frame)
     model = estimator.setParams(data_module=second).fit(frame)
     # Epochs before the kill are neither repeated nor forgotten.

@@ -261,9 +261,7 @@ SHARDED = cells(kind for kind in IN_TORCH if not KINDS[kind].own_step)
 )
 def test_sharded(ranks: Any, paths: Any, store: Store, kind: str, situation: str) -> None:
     check_torch(
-        *(ranks, store, paths, (kind, situation), "auto"),
-        sharding="full",
-        shard_modules=["Linear"],
+        *(ranks, store, paths, (kind, situation), "auto"), sharding="full", shard_modules=["Linear"]
     )
 
 

@@ -12,13 +12,7 @@ import keras_exactness
 import numpy as np
 import pytest
 from exactness import KINDS, SITUATIONS
-from keras_reference import (
-    OPTIMIZERS,
-    assert_same_weights,
-    make_net,
-    pooled_estimator,
-    train_alone,
-)
+from keras_reference import OPTIMIZERS, assert_same_weights, make_net, pooled_estimator, train_alone
 from rank_pool import shared_ranks
 from reference import WIDTH, global_batches, write_rows
 from sklearn.metrics import f1_score, precision_score
@@ -221,9 +215,7 @@ def test_a_resumed_run_and_its_callbacks_match_an_uninterrupted_one(
     assert parts == masks
 
 
-def test_training_continues_a_copy_of_the_given_model_and_optimizer(
-    store: Any,
-) -> None:
+def test_training_continues_a_copy_of_the_given_model_and_optimizer(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     net, optimizer = make_net(), OPTIMIZERS["momentum"]()
     net.compile(optimizer, "mse", jit_compile=False)

@@ -58,13 +58,7 @@ def test_losses_added_by_layers_are_weighted_by_rows(store: Any) -> None:
     params: dict[str, Any] = {"optimizer": None, "loss": None, "model": make_coder()}
     # The named label is not compared with any output.
     fitted = pooled_estimator(
-        store,
-        2,
-        feature_cols=["wide"],
-        label_cols=["wide"],
-        batch_size=75,
-        epochs=3,
-        **params,
+        store, 2, feature_cols=["wide"], label_cols=["wide"], batch_size=75, epochs=3, **params
     ).fit_on_parquet()
     assert_same_weights(fitted.getModel(), alone)
     np.testing.assert_allclose(fitted.getHistory()["loss"], expected["loss"], rtol=1e-4)

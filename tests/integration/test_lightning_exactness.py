@@ -10,10 +10,7 @@ import pytest
 import torch
 from lightning_reference import Regression, fit
 from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.callbacks import (
-    LearningRateMonitor,
-    StochasticWeightAveraging,
-)
+from pytorch_lightning.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from pytorch_lightning.loggers import CSVLogger
 from reference import (
     OPTIMIZERS,

@@ -129,7 +129,7 @@ def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
 
 # Values over an epoch's batches that restart with the run; torchmetrics metrics continue.
 OF_SECOND_PART = {
-    *("first", "loss", "most", "plain_mean", "total", "train_loss", "train_loss_epoch"),
+    *("first", "loss", "most", "plain_mean", "total", "train_loss", "train_loss_epoch")
 }
 
 

@@ -109,10 +109,7 @@ def fit_in_module(make: Make, common: dict[str, Any], folder: Path) -> list[Any]
         {"params": net.loss_func.parameters(), "lr": 0.5, "momentum": 0.9},
     ]
     model = TorchEstimator(
-        **common,
-        model=net,
-        optimizer=torch.optim.SGD(groups),
-        loss=loss_of_class(net.loss_func),
+        **common, model=net, optimizer=torch.optim.SGD(groups), loss=loss_of_class(net.loss_func)
     ).fit_on_parquet()
     return list(model.getModel().state_dict().values())
 

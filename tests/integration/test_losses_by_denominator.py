@@ -95,10 +95,7 @@ def by_tokens(net: Any, batch: Any, **options: Any) -> torch.Tensor:
 
 
 def stated(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
-    return {
-        "loss": functional.cross_entropy(output, label),
-        "denominator": (label != -100).sum(),
-    }
+    return {"loss": functional.cross_entropy(output, label), "denominator": (label != -100).sum()}
 
 
 def settings(backend: Any, store: Any, **params: Any) -> dict[str, Any]:

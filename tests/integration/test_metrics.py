@@ -247,12 +247,7 @@ class StopsOnRankOne(LightningModule):
 
 
 @pytest.mark.parametrize(
-    ("how", "steps", "epochs"),
-    [
-        ("step", 2, 1),
-        ("validation", 2, 1),
-        ("epoch", 4, 1),
-    ],
+    ("how", "steps", "epochs"), [("step", 2, 1), ("validation", 2, 1), ("epoch", 4, 1)]
 )
 def test_all_ranks_stop_if_one_stops(
     backend: Any, store: Any, how: str, steps: int, epochs: int

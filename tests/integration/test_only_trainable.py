@@ -76,11 +76,7 @@ def test_adapters_train_as_in_one_process_and_resume_without_frozen_weights(
     rows = write(store)
     begin: dict[str, Any] = {"sharding": sharding}
     model = fit(
-        *(store, base),
-        **begin,
-        run_id="mine",
-        checkpoint_every_n_steps=1,
-        keep_checkpoints=99,
+        *(store, base), **begin, run_id="mine", checkpoint_every_n_steps=1, keep_checkpoints=99
     )
     alone, start = train_alone(rows, base), llama.adapted(base)
     found, begun = dict(model.getModel().named_parameters()), dict(start.named_parameters())

@@ -85,10 +85,7 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize(
-    "framework",
-    others_in_soak("torch", "keras", "lightning"),
-)
+@pytest.mark.parametrize("framework", others_in_soak("torch", "keras", "lightning"))
 def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), 1)
@@ -109,10 +106,7 @@ def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(
     check(framework, READERS[0], tmp_path, seed, 1, **of_torch(sharding))
 
 
-@pytest.mark.parametrize(
-    "framework",
-    others_in_soak("torch", "keras", "lightning"),
-)
+@pytest.mark.parametrize("framework", others_in_soak("torch", "keras", "lightning"))
 def test_a_kill_in_validation_repeats_steps_since_the_last_checkpoint(
     framework: str, tmp_path: Path
 ) -> None:

@@ -21,12 +21,7 @@ from hvd_estimators.launch import LocalBackend
 pytestmark = pytest.mark.timeout(300)
 
 # TensorFlow prints some lines whatever its log level, such as of cuInit and oneDNN.
-NOTICES = (
-    "cpu_feature_guard",
-    "To enable the following instructions",
-    "💡",
-    "litlogger",
-)
+NOTICES = ("cpu_feature_guard", "To enable the following instructions", "💡", "litlogger")
 
 
 @pytest.fixture(autouse=True)

@@ -79,13 +79,7 @@ def test_a_run_of_four_ranks_resumes_with_two_and_then_three(
 
     whole = fit("whole", KillingBackend(tmp_path / "whole", slots=SLOTS[:1]))
     backend = KillingBackend(tmp_path / "parts", *KILLS, slots=SLOTS)
-    parts = fit(
-        "parts",
-        backend,
-        max_restarts=2,
-        min_num_proc=2,
-        checkpoint_every_n_steps=EVERY,
-    )
+    parts = fit("parts", backend, max_restarts=2, min_num_proc=2, checkpoint_every_n_steps=EVERY)
     assert backend._launches == list(SLOTS)
 
     if not given:

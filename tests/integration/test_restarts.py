@@ -51,9 +51,7 @@ def test_a_run_survives_the_loss_of_executor_ranks_and_driver(spark: Any, tmp_pa
 
 
 @pytest.mark.soak
-def test_ranks_of_a_terminated_executor_save_their_current_step(
-    tmp_path: Path,
-) -> None:
+def test_ranks_of_a_terminated_executor_save_their_current_step(tmp_path: Path) -> None:
     status, output = run_job(tmp_path, "preempted")
     assert status == 0, output[-8000:]
     (fit,) = notes(Store.create(str(tmp_path / "store")), "disturbed")["fits"]

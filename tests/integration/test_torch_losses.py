@@ -190,12 +190,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
         nn.MultiLabelMarginLoss, classes(CLASSES), shape=(CLASSES,)
     ),
     "MultiMarginLoss": lambda: each(
-        nn.MultiMarginLoss,
-        classes(),
-        shape=(CLASSES,),
-        weight=[CLASS_WEIGHT],
-        p=[2],
-        margin=[0.5],
+        nn.MultiMarginLoss, classes(), shape=(CLASSES,), weight=[CLASS_WEIGHT], p=[2], margin=[0.5]
     ),
     "CrossEntropyLoss": lambda: itertools.chain(
         by_classes(nn.CrossEntropyLoss),

@@ -191,10 +191,7 @@ def test_casts_to_integers_never_invent_values(spark: Any, ansi: str) -> None:
     model = TorchModel(model=torch.nn.Identity(), feature_columns=["x"], label_columns=["y"])
     model.setOutputShapes([[]]).setColumnDtypes({"x": "float64"})
     # PyTorch's numbers are truncated, like Spark's.
-    expected = {
-        "tinyint": [127, -128, None, None],
-        "boolean": [True, True, None, None],
-    }
+    expected = {"tinyint": [127, -128, None, None], "boolean": [True, True, None, None]}
     with settings(spark, **{ANSI: ansi}):
         for name, values in expected.items():
             predicted = model.setOutputTypes([name]).transform(frame)

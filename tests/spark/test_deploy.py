@@ -17,10 +17,7 @@ from servers.processes import Server, answers, free_ports
 from servers.yarn import Yarn
 from two_hosts import Cluster, Host
 
-pytestmark = [
-    *(pytest.mark.soak, pytest.mark.spark, pytest.mark.once),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*(pytest.mark.soak, pytest.mark.spark, pytest.mark.once), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

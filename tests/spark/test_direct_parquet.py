@@ -155,10 +155,7 @@ def check(spark: Any, store: Any, make: Any, ways: Any) -> None:
 MAKERS = [torch_estimator, keras_estimator, lightning_estimator]
 
 
-@pytest.mark.parametrize(
-    "make",
-    others_in_soak(*MAKERS),
-)
+@pytest.mark.parametrize("make", others_in_soak(*MAKERS))
 def test_direct_parquet(spark: Any, store: Any, make: Any) -> None:
     check(spark, store, make, SOME_WAYS)
 

@@ -13,10 +13,7 @@ from estimators import line_estimator
 from pyspark.sql import functions as F
 
 from hvd_estimators import clear_prepared_data, clear_training_cache
-from hvd_estimators.exceptions import (
-    DataError,
-    WorkerFailedError,
-)
+from hvd_estimators.exceptions import DataError, WorkerFailedError
 from hvd_estimators.launch.warm.server import NAME
 
 pytestmark = pytest.mark.spark

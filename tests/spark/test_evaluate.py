@@ -109,12 +109,7 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
                 functional.smooth_l1_loss,
             ],
             loss_weights=[0.7, 2.0],
-            metrics=[
-                [
-                    MulticlassAUROC(num_classes=CLASSES, ignore_index=-100),
-                    functional.l1_loss,
-                ]
-            ],
+            metrics=[[MulticlassAUROC(num_classes=CLASSES, ignore_index=-100), functional.l1_loss]],
         )
     )
     model = estimator.fit(frame)

@@ -104,9 +104,7 @@ def profiled() -> dict[str, Any]:
     return found
 
 
-def test_ranks_can_request_more_resources_than_the_settings(
-    gpu_cluster: Application,
-) -> None:
+def test_ranks_can_request_more_resources_than_the_settings(gpu_cluster: Application) -> None:
     found = gpu_cluster.run(profiled)
 
     # Two GPUs per rank: all of its executor.

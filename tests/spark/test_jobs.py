@@ -16,10 +16,7 @@ from processes import wait_until
 from pyspark import InheritableThread
 from pyspark.sql import functions as F
 
-from hvd_estimators.exceptions import (
-    JobCancelledError,
-    WorkerFailedError,
-)
+from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
 from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.spark_backend import SparkBackend
 

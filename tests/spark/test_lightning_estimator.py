@@ -15,12 +15,7 @@ from pyspark.ml.param import Param, Params
 from pyspark.sql import functions as F
 from pytorch_lightning import LightningModule
 
-from hvd_estimators.lightning import (
-    LightningEstimator,
-    LightningModel,
-    TorchEstimator,
-    TorchModel,
-)
+from hvd_estimators.lightning import LightningEstimator, LightningModel, TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
 

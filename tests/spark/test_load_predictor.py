@@ -105,8 +105,7 @@ def test_a_classifier_on_vectors_predicts_as_transform_does(spark: Any, tmp_path
     dense = [Vectors.dense(row.tolist()) for row in numbers]
     sparse = [Vectors.sparse(5, np.flatnonzero(row), row[row != 0]) for row in numbers[:25]]
     frame = spark.createDataFrame(
-        [(vector, i) for i, vector in enumerate([*sparse, *dense[25:], None])],
-        ["features", "id"],
+        [(vector, i) for i, vector in enumerate([*sparse, *dense[25:], None])], ["features", "id"]
     )
     expected = transformed(model, frame, predictor)
 
@@ -123,7 +122,7 @@ def test_a_classifier_on_vectors_predicts_as_transform_does(spark: Any, tmp_path
         assert_same(predictor.predict(given), expected[:-1])
     empty = predictor({"features": numbers[:0]})
     assert {name: array.shape for name, array in empty.items()} == {
-        **{"label__output": (0, 3), "class": (0,), "p": (0, 3)},
+        **{"label__output": (0, 3), "class": (0,), "p": (0, 3)}
     }
     by_seven = load_predictor(str(tmp_path / "model"), batch_size=7)({"features": numbers})
     np.testing.assert_allclose(by_seven["p"], values(expected["p"][:-1]), atol=1e-6)
@@ -207,11 +206,7 @@ def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) ->
         load_predictor(str(stage))
     (metadata,) = (stage / "metadata").glob("part-*")
     for text, error, told in (
-        (
-            '{"class": "mine.Model"}',
-            ParamError,
-            r"holds a mine\.Model\. .* Load their models with",
-        ),
+        ('{"class": "mine.Model"}', ParamError, r"holds a mine\.Model\. .* Load their models with"),
         ("no JSON", StoreError, "is not a saved model"),
     ):
         metadata.write_text(text)

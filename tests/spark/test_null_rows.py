@@ -124,10 +124,7 @@ def test_transform_and_udf_distinguish_nulls_in_arrays_from_nan(spark: Any) -> N
     rows = [(0, [1.0, NAN], 1.0), (1, [1.0, None], 1.0), (2, [1.0, 2.0], NAN), (3, None, 1.0)]
     frame = spark.createDataFrame(rows, "id int, `a.b` array<double>, `é x` double").coalesce(1)
     model = TorchModel(
-        model=Sum(),
-        feature_columns=["a.b", "é x"],
-        label_columns=["y"],
-        input_shapes=[[2], []],
+        model=Sum(), feature_columns=["a.b", "é x"], label_columns=["y"], input_shapes=[[2], []]
     )
     in_udf = frame.select("id", model.as_udf()("`a.b`", "`é x`").alias("y__output"))
     for predicted in (model.transform(frame), in_udf):

@@ -77,9 +77,7 @@ class Choosy(torch.nn.Module):
         return x
 
 
-def test_a_models_error_reports_the_input_shapes(
-    spark: Any,
-) -> None:
+def test_a_models_error_reports_the_input_shapes(spark: Any) -> None:
     frame = spark.range(12).coalesce(1).select(F.col("id").cast("double").alias("x"))
     model = make_model(Choosy(), inference_batch_size=4)
     # The batch with the failing row, and the model's line; Spark omits the cause.

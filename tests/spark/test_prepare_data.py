@@ -30,10 +30,7 @@ from hvd_estimators.prepare import write
 from hvd_estimators.prepare.dataframe import _analyzed_plan, _keeps_order
 from hvd_estimators.prepare.datasets import load_manifest
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.usefixtures("cleared_cache"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("cleared_cache")]
 
 
 # Written values.
@@ -320,8 +317,7 @@ def test_each_row_is_computed_once(spark: Any, store: Any, validation: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("param", "value"),
-    [("sample_weight_col", "w"), ("feature_cols", ["w"]), ("label_cols", ["w"])],
+    ("param", "value"), [("sample_weight_col", "w"), ("feature_cols", ["w"]), ("label_cols", ["w"])]
 )
 def test_columns_that_were_not_prepared_are_errors(
     spark: Any, store: Any, param: str, value: Any

@@ -22,11 +22,7 @@ from hvd_estimators import (
 )
 from hvd_estimators.prepare import dataframe as prepare
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.once,
-    pytest.mark.usefixtures("cleared_cache"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.usefixtures("cleared_cache")]
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -183,8 +183,7 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
         (1.0, 0.1, 0, 0, None, 1.0, True, 3, [2.0, -3.0, 0.0]),
     ]
     frame = spark.createDataFrame(
-        [(*row[:-1], vector(row[-1], number)) for number, row in enumerate(rows)],
-        typed(schema),
+        [(*row[:-1], vector(row[-1], number)) for number, row in enumerate(rows)], typed(schema)
     ).coalesce(1)  # so that limit() takes the first rows
     training = frame.where("category in (0, 1)")
     numbers = ["a", "b", "c", "d", "e"]

@@ -130,16 +130,12 @@ def test_torchrun_programs_connect_over_ipv6(cluster: Cluster) -> None:
     assert all(used & set(addresses) for *_, used in results)
 
 
-def test_an_interface_without_a_route_between_hosts_fails_at_once(
-    cluster: Cluster,
-) -> None:
+def test_an_interface_without_a_route_between_hosts_fails_at_once(cluster: Cluster) -> None:
     with pytest.raises(UnreachableError, match=rf"\({SAME_ADDRESS}\); .*nics='eth1'"):
         cluster.run(run_job, None, "bridge0", timeout=50)
 
 
-def test_unknown_interfaces_are_reported_with_the_hosts_interfaces(
-    cluster: Cluster,
-) -> None:
+def test_unknown_interfaces_are_reported_with_the_hosts_interfaces(cluster: Cluster) -> None:
     found = rf"nics=eth7 with an address .* eth0 \(.*{cluster.first.address}.*six0"
     with pytest.raises(UnreachableError, match=found):
         cluster.run(run_job, None, "eth7", timeout=50)

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from servers.processes import Server, answers, free_ports
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.once,
-    pytest.mark.soak,
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.soak, pytest.mark.timeout(400)]
 
 FIT = Path(__file__).with_name("fit_on_standalone.py")
 REGISTERED = "Successfully registered with master"

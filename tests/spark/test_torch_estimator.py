@@ -44,11 +44,7 @@ def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_pa
     frame = plane_rows(spark)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     estimator = make_estimator(
-        store,
-        linear_net(),
-        epochs=40,
-        validation="held_out",
-        metrics=[torch.nn.functional.l1_loss],
+        store, linear_net(), epochs=40, validation="held_out", metrics=[torch.nn.functional.l1_loss]
     )
     pipeline = Pipeline(stages=[assembler, estimator])
     pipeline.write().overwrite().save(str(tmp_path / "pipeline"))

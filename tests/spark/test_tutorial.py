@@ -20,9 +20,7 @@ def test_the_tutorial_runs_with_plots_and_complete_progress(tmp_path: Path) -> N
     stored = [pictures(cell) for cell in notebook.cells]
 
     client = nbclient.NotebookClient(
-        notebook,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
+        notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
 

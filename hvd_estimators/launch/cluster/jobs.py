@@ -329,10 +329,7 @@ def importing(cluster: Cluster, num_proc: int, settings: TaskSettings) -> Iterat
 
 
 def spread_over_tasks(
-    function: Callable[[Sequence[A]], list[B]],
-    parts: Sequence[Sequence[A]],
-    *,
-    description: str,
+    function: Callable[[Sequence[A]], list[B]], parts: Sequence[Sequence[A]], *, description: str
 ) -> list[list[B]]:
     """Call a function with each part in Spark's tasks, and return the results in their order.
 

@@ -47,10 +47,7 @@ _POLL_SECONDS = 0.01
 
 
 def split_off_guardian(
-    directory: str,
-    lifeline: int,
-    waiting: int | None = None,
-    report: socket.socket | None = None,
+    directory: str, lifeline: int, waiting: int | None = None, report: socket.socket | None = None
 ) -> None:
     """Split into a guardian and its child, the rank. Returns only in the rank.
 
@@ -146,13 +143,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _guard(
-    rank: int,
-    directory: str,
-    lifelines: list[int],
-    waking: int,
-    parent: int | None,
-) -> int:
+def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
     """Wait until the rank and its descendants have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signals: list[int] = []

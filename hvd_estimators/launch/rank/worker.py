@@ -151,10 +151,7 @@ class NoNotifications:
 
 
 def call_with(
-    manager: NoNotifications,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    manager: NoNotifications, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a function with a replacement for Horovod's notification manager.
 

@@ -254,10 +254,7 @@ class RendezvousServer:
     """
 
     def __init__(
-        self,
-        secret: bytes,
-        addresses: Sequence[str],
-        patience: Patience | None = None,
+        self, secret: bytes, addresses: Sequence[str], patience: Patience | None = None
     ) -> None:
         self._secret = secret
         self._patience = patience or Patience()

@@ -28,11 +28,7 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.worker import NoNotifications, call_with
 from hvd_estimators.launch.rendezvous.channel import Channel
-from hvd_estimators.launch.service.server import (
-    SERVICE_VARIABLE,
-    DriverService,
-    connect_to_driver,
-)
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService, connect_to_driver
 
 # The length of a message has four bytes.
 _MOST_BYTES = 2**32 - 2**10
@@ -143,10 +139,7 @@ _SAVED = ("_saved", "_values")
 
 
 def run_in_rank(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    relaunches: int,
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], relaunches: int
 ) -> Any:
     """Call the user's function, a program for ``horovod.elastic`` or ``torchrun``.
 

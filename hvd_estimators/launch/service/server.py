@@ -12,11 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import (
-    Channel,
-    Listener,
-    new_secret,
-)
+from hvd_estimators.launch.rendezvous.channel import Channel, Listener, new_secret
 
 SERVICE_VARIABLE = "HVD_ESTIMATORS_SERVICE"
 """Environment variable of a rank: the address of its launch's `DriverService`."""

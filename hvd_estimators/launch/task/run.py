@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from hvd_estimators.exceptions import (
-    DependencyError,
-    GpuError,
-    ResultsError,
-    UnreachableError,
-)
+from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import RankOutcome
@@ -48,11 +43,7 @@ from hvd_estimators.launch.task.addresses import (
     names_and_addresses,
     this_host,
 )
-from hvd_estimators.launch.task.host_checks import (
-    check_machines,
-    gpu_variables,
-    machine_problem,
-)
+from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_problem
 from hvd_estimators.launch.task.output import TaskOutput
 from hvd_estimators.launch.task.settings import TaskSettings, task_environment, warm_start
 

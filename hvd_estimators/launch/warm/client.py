@@ -214,11 +214,7 @@ class WarmStart:
             self._connect(executable, env).close()
 
     def fork(
-        self,
-        executable: str,
-        env: Mapping[str, str],
-        directory: str,
-        files: Sequence[int],
+        self, executable: str, env: Mapping[str, str], directory: str, files: Sequence[int]
     ) -> ForkedRank | None:
         """Start a rank; on failure, log a warning and return None.
 

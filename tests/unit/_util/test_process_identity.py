@@ -12,11 +12,7 @@ from other_systems import BOOT, like_macos
 from processes import wait_until
 
 from hvd_estimators._util import process_identity
-from hvd_estimators._util.process_identity import (
-    pid_exists,
-    process_stat,
-    this_process,
-)
+from hvd_estimators._util.process_identity import pid_exists, process_stat, this_process
 
 RENAMED = """
 import pathlib

@@ -6,10 +6,7 @@ import pytest
 from horovod_wheels import RECIPE, WHEEL_NAME
 
 from hvd_estimators.commands import build
-from hvd_estimators.commands.build import (
-    build_horovod,
-    install_wheel,
-)
+from hvd_estimators.commands.build import build_horovod, install_wheel
 from hvd_estimators.commands.toolchain import detect_recipe
 from hvd_estimators.exceptions import BuildError
 

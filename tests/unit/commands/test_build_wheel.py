@@ -9,9 +9,7 @@ import pytest
 from horovod_wheels import PYTHON_PATCHES, RECIPE, WHEEL_NAME, make_source
 
 from hvd_estimators.commands import build
-from hvd_estimators.commands.build import (
-    build_wheel,
-)
+from hvd_estimators.commands.build import build_wheel
 from hvd_estimators.commands.toolchain import SOURCE_SHA256
 from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.horovod_build import read_record

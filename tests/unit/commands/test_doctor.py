@@ -106,8 +106,7 @@ def test_a_horovod_that_cannot_be_imported_must_be_rebuilt(machine):
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"),
-    [("compat", Status.OK), ("off", Status.OK), ("frozen", Status.WARNING)],
+    ("kind", "status"), [("compat", Status.OK), ("off", Status.OK), ("frozen", Status.WARNING)]
 )
 def test_the_state_of_horovod_spark_is_reported(machine, kind, status):
     machine.horovod_spark = kind

@@ -80,10 +80,7 @@ def test_flags_reach_the_build(builds):
 
     given = {"gpu": "none", "cache_dir": Path("/cache"), "force": True, "install": False, "jobs": 3}
     default = {"gpu": "auto", "cache_dir": None, "force": False, "install": True, "jobs": None}
-    assert builds == [
-        {**given, "with_compat": True},
-        {**default, "with_compat": None},
-    ]
+    assert builds == [{**given, "with_compat": True}, {**default, "with_compat": None}]
 
 
 def test_a_failure_exits_with_1_and_prints_its_message_without_a_traceback(monkeypatch, capsys):

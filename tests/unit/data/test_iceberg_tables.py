@@ -206,11 +206,7 @@ def test_partition_values_are_those_of_all_partitionings(tmp_path: Path) -> None
         "at": (TimestampType(), 10**15, datetime.datetime(2001, 9, 9, 1, 46, 40)),
         "name": (StringType(), "a/b", "a/b"),
         "number": (IntegerType(), None, None),
-        "moment": (
-            TimestamptzType(),
-            1,
-            datetime.datetime(1970, 1, 1, 0, 0, 0, 1, datetime.UTC),
-        ),
+        "moment": (TimestamptzType(), 1, datetime.datetime(1970, 1, 1, 0, 0, 0, 1, datetime.UTC)),
     }
     types = {name: kind for name, (kind, _, _) in kinds.items()}
     table = create(tmp_path / "table", by=list(kinds), x=DOUBLE, **types)

@@ -103,8 +103,7 @@ class Fit:
         self.store, self.run_paths = store, store.run_paths("mine")
         self.notes: list[Any] = []
         data = SimpleNamespace(
-            train_steps_per_epoch=STEPS,
-            batches_before=lambda epoch, rows: rows // ROWS_OF_A_STEP,
+            train_steps_per_epoch=STEPS, batches_before=lambda epoch, rows: rows // ROWS_OF_A_STEP
         )
         spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data, verbose=1)
         limit, least = options.get("max_restarts", 9), options.get("min_num_proc")

@@ -17,16 +17,8 @@ import pytest
 from fake_clock import set_clock
 
 from hvd_estimators.fitting import progress as displays
-from hvd_estimators.fitting.progress import (
-    StageRow,
-    show_progress,
-)
-from hvd_estimators.launch.service.events import (
-    LaunchStart,
-    RankMessage,
-    RankOutput,
-    RankProgress,
-)
+from hvd_estimators.fitting.progress import StageRow, show_progress
+from hvd_estimators.launch.service.events import LaunchStart, RankMessage, RankOutput, RankProgress
 from hvd_estimators.store.paths import Position
 
 

@@ -20,11 +20,7 @@ from hvd_estimators.fitting.restarts import ending_by_sigterm
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank import graceful_stop
-from hvd_estimators.launch.service.events import (
-    EventSender,
-    RankMessage,
-    receive_events,
-)
+from hvd_estimators.launch.service.events import EventSender, RankMessage, receive_events
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest

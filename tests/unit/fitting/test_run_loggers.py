@@ -49,10 +49,7 @@ def run_from(epoch: int = 0) -> LoggedRun:
 
 
 def started(
-    *required: Logger,
-    optional: tuple[Logger, ...] = (),
-    epoch: int = 0,
-    is_resumed: bool = False,
+    *required: Logger, optional: tuple[Logger, ...] = (), epoch: int = 0, is_resumed: bool = False
 ) -> RunLoggers:
     loggers = RunLoggers(run_from(epoch), required, optional, is_resumed)
     loggers.start()

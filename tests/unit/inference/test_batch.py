@@ -35,9 +35,7 @@ def no_predictors() -> Iterator[None]:
     worker._predictors.clear()
 
 
-def test_garbage_collection_skips_a_predictor_until_it_is_replaced(
-    no_predictors: None,
-) -> None:
+def test_garbage_collection_skips_a_predictor_until_it_is_replaced(no_predictors: None) -> None:
     made: list[weakref.ref[Predicting]] = []
 
     def load(document: bytes) -> Callable[..., Any]:
@@ -81,9 +79,7 @@ class Queued:
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_the_next_forward_pass_starts_before_the_wait_for_outputs(
-    overlaps: bool,
-) -> None:
+def test_the_next_forward_pass_starts_before_the_wait_for_outputs(overlaps: bool) -> None:
     predictor = Queued()
     predictor.overlaps = overlaps
     steps = BatchPredictor(("x",), InputColumns.of(["x"]), shapes=((),), batch_rows=2)

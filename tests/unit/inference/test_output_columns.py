@@ -11,12 +11,7 @@ import pytest
 
 from hvd_estimators.data import arrays
 from hvd_estimators.exceptions import ParamError, PredictionError
-from hvd_estimators.inference.output_columns import (
-    DOUBLE,
-    OutputType,
-    output_types,
-    to_column,
-)
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType, output_types, to_column
 
 pytestmark = pytest.mark.versions
 
@@ -38,8 +33,7 @@ def test_types_are_parsed_from_sparks_notation(ddl: str, expected: OutputType, s
 
 
 @pytest.mark.parametrize(
-    "ddl",
-    ["number", "array<>", "array<map<int,int>>", "timestamp", "decimal(9,1)", "string", ""],
+    "ddl", ["number", "array<>", "array<map<int,int>>", "timestamp", "decimal(9,1)", "string", ""]
 )
 def test_other_types_are_rejected(ddl: str) -> None:
     with pytest.raises(ParamError, match=r"output_types: .* is not a type .*cast the column"):
@@ -50,10 +44,7 @@ def test_other_types_are_rejected(ddl: str) -> None:
     ("ddls", "told"),
     [
         (["double"], "expected 2 types, one for each of a, b, found 1"),
-        (
-            ["array<double>", None],
-            r"a row of 'a' is one number; expected a type like 'double'",
-        ),
+        (["array<double>", None], r"a row of 'a' is one number; expected a type like 'double'"),
         ([None, "int"], r"a row of 'b' is an array of shape \(3,\).* 'array<int>'"),
     ],
 )
@@ -70,10 +61,7 @@ def test_columns_of_all_types_and_depths(element: str, shape: Any, valid: Any) -
     array = np.array([1.5, NAN, -2.125, 0.0])[: 2 * math.prod(shape)].reshape(2, *shape)
     column = to_column(array, shape, valid, kind, "out")
     column.validate(full=True)
-    exact: dict[str, Any] = {
-        "boolean": bool,
-        "smallint": int,
-    }
+    exact: dict[str, Any] = {"boolean": bool, "smallint": int}
 
     def expected(value: Any) -> Any:
         if isinstance(value, list):

@@ -13,10 +13,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.keras.model_file import load_values, save_values
-from hvd_estimators.keras.serialization import (
-    ModelPayload,
-    copy_model,
-)
+from hvd_estimators.keras.serialization import ModelPayload, copy_model
 
 ROWS = 2**13
 WEIGHTS = 4 * (ROWS * 64 + 64 + 1)

@@ -16,12 +16,7 @@ from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.keras.backend import require_backend
 from hvd_estimators.keras.compile_args import CompileSettings, optimizer_state
 from hvd_estimators.keras.custom_objects import Recipe
-from hvd_estimators.keras.serialization import (
-    dump,
-    load,
-    load_model,
-    model_payload,
-)
+from hvd_estimators.keras.serialization import dump, load, load_model, model_payload
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -200,10 +195,7 @@ def test_models_and_optimizers_load_on_the_other_backend(tmp_path: Path) -> None
     copies = {width: load((tmp_path / f"{width}.model").read_bytes()) for width in models}
     for width, model in models.items():
         expected = predictions(model, rows[width])
-        for found in (
-            np.load(tmp_path / f"{width}.npy"),
-            predictions(copies[width], rows[width]),
-        ):
+        for found in (np.load(tmp_path / f"{width}.npy"), predictions(copies[width], rows[width])):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     states = [[v.numpy() for v in each.optimizer.variables] for each in (models[2], copies[2])]
     for a, b in zip(*states, strict=True):

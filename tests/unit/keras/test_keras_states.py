@@ -13,11 +13,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.custom_objects import remember
-from hvd_estimators.keras.serialization import (
-    copy_model,
-    dump,
-    load,
-)
+from hvd_estimators.keras.serialization import copy_model, dump, load
 
 ROWS = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
 

@@ -14,11 +14,7 @@ from hvd_estimators.compat.callbacks import LearningRateScheduleCallback, LogCal
 from hvd_estimators.keras import loop
 from hvd_estimators.keras.loop import RankCallbacks
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
-from hvd_estimators.keras.user_callbacks import (
-    callback_state,
-    for_rank,
-    restore_callback,
-)
+from hvd_estimators.keras.user_callbacks import callback_state, for_rank, restore_callback
 from hvd_estimators.launch.service import events
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
@@ -55,9 +51,7 @@ class Saver(Nowhere):
         self.states = Nowhere()
 
 
-def test_callbacks_see_steps_if_a_rank_runs_several_shards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_callbacks_see_steps_if_a_rank_runs_several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     given = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: called.append(batch),

@@ -121,9 +121,7 @@ class TestOwnAddress:
         }
 
 
-def test_a_host_identity_is_shared_within_a_host_and_differs_between_hosts(
-    monkeypatch,
-):
+def test_a_host_identity_is_shared_within_a_host_and_differs_between_hosts(monkeypatch):
     identity = host_identity()
     print_identity = "from hvd_estimators.launch.task.addresses import *; print(host_identity())"
     elsewhere = subprocess.run(

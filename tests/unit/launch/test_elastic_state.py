@@ -103,9 +103,7 @@ def test_a_state_can_be_restored_explicitly(launch: Any) -> None:
     assert launch(restores) == 1
 
 
-def test_several_states_are_distinguished_and_each_is_restored_once(
-    launch: Any,
-) -> None:
+def test_several_states_are_distinguished_and_each_is_restored_once(launch: Any) -> None:
     def two_phases(fail: bool) -> tuple[int, int]:
         first, second = object_state(batch=0), object_state(batch=100)
 

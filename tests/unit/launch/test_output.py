@@ -108,9 +108,7 @@ def test_a_rank_continues_if_its_output_cannot_be_forwarded(caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_reader_that_blocks_does_not_delay_closing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_blocks_does_not_delay_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_NOTE_SECONDS", 0.1)
     go_on = threading.Event()
     relay = Relay(lambda stream, lines: go_on.wait() and None)

@@ -71,9 +71,7 @@ def test_ranks_reach_a_driver_by_a_name_of_either_family(
         assert service.drain(5)
 
 
-def test_an_unknown_request_ends_only_its_own_connection(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unknown_request_ends_only_its_own_connection(caplog: pytest.LogCaptureFixture) -> None:
     with DriverService("127.0.0.1") as service:
         service.add_handler("echo", lambda channel, message, body: channel.send(message, body))
         with connect_to_driver(service.address) as channel:

@@ -133,10 +133,7 @@ BARRIER = (
                     "unrelated to the running tasks",
                     "Executor decommission: worker decommissioned because of kill request",
                 ),
-                (
-                    "unrelated to the running tasks",
-                    "worker lost: 10.0.0.7:35201 got disassociated",
-                ),
+                ("unrelated to the running tasks", "worker lost: 10.0.0.7:35201 got disassociated"),
                 (
                     "caused by one of the running tasks",
                     "Container killed by YARN for exceeding physical memory limits. 1.5 GB used",
@@ -154,10 +151,7 @@ BARRIER = (
                     "Remote RPC client disassociated. Likely due to containers exceeding "
                     "thresholds, or network issues.",
                 ),
-                (
-                    "caused by one of the running tasks",
-                    "something that Spark has not said before",
-                ),
+                ("caused by one of the running tasks", "something that Spark has not said before"),
             ]
         ),
     ],

@@ -12,10 +12,7 @@ from processes import ended, pids, wait_until
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.local_backend import LocalBackend
 
-SOON = {
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
-}
+SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 
 pytestmark = pytest.mark.timeout(120)
 

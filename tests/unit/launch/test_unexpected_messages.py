@@ -23,12 +23,7 @@ from hvd_estimators.launch.rendezvous.client import (
 )
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore, RendezvousServer
-from hvd_estimators.launch.service.events import (
-    EventSender,
-    RankMessage,
-    RankStage,
-    receive_events,
-)
+from hvd_estimators.launch.service.events import EventSender, RankMessage, RankStage, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
 from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 from wrong_calls import Calls, Wrong, cases, check_wrong
 
-from hvd_estimators import (
-    Store,
-    load_checkpoint,
-)
+from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch import HorovodRunner, LocalBackend, SparkBackend, run, run_elastic
 from hvd_estimators.store import register_store

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-)
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from torch.nn import functional
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.lightning.dry_run import check_loss, row_shapes, try_step
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
-from hvd_estimators.lightning.trainer_args import (
-    check_callbacks,
-)
+from hvd_estimators.lightning.trainer_args import check_callbacks
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.shard_state import ShardStates
 

@@ -136,10 +136,7 @@ ALL = {
         DataError, "transformation_fn", "Return a dict", transformation_fn=lambda row: None
     ),
     "transformation_fn: closes over a lock": param(
-        ParamError,
-        "transformation_fn",
-        "that cannot be sent",
-        transformation_fn=lambda r: lock,
+        ParamError, "transformation_fn", "that cannot be sent", transformation_fn=lambda r: lock
     ),
     "transformation_edit_fields: no dtype": param(
         ParamError,

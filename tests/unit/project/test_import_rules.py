@@ -26,13 +26,7 @@ LAYERS = (
 )
 """Packages from top to bottom. A package imports only packages below it."""
 
-LAUNCH_LAYERS = (
-    ("cluster",),
-    ("task",),
-    ("service",),
-    ("rank",),
-    ("warm", "rendezvous"),
-)
+LAUNCH_LAYERS = (("cluster",), ("task",), ("service",), ("rank",), ("warm", "rendezvous"))
 """The folders of ``launch/`` from top to bottom; its files are above or below all folders."""
 
 PACKAGES = {
@@ -50,13 +44,7 @@ PACKAGES = {
 """Layers of modules at the package's root, and of the packages for a fit."""
 
 SPARK = ("pyspark", "py4j")
-SPARK_FILES = (
-    "cluster",
-    "relaunch",
-    "api",
-    "spark_backend",
-    "task",
-)
+SPARK_FILES = ("cluster", "relaunch", "api", "spark_backend", "task")
 """Modules of ``launch/`` for Spark's driver and Python workers; ranks run the rest."""
 
 FRAMEWORKS = {

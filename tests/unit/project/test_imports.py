@@ -13,11 +13,7 @@ DATA = {"pyarrow", "petastorm", "pandas", "numpy"}
 def imported(*statements):
     """Return the top-level packages that are loaded after some statements."""
     script = "\n".join(
-        [
-            *statements,
-            "import sys",
-            "print(*{name.partition('.')[0] for name in sys.modules})",
-        ]
+        [*statements, "import sys", "print(*{name.partition('.')[0] for name in sys.modules})"]
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

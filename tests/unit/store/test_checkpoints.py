@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from saved_checkpoints import (
-    Ranks,
-    change,
-    epochs_in,
-    file_names,
-    restored,
-    save,
-)
+from saved_checkpoints import Ranks, change, epochs_in, file_names, restored, save
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError

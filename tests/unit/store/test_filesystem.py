@@ -10,12 +10,7 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
 from hvd_estimators.store import FilesystemStore, LocalStore, RunPaths, Store, register_store
-from hvd_estimators.store.registry import (
-    _stores,
-    registered_schemes,
-    scheme_of,
-    store_class,
-)
+from hvd_estimators.store.registry import _stores, registered_schemes, scheme_of, store_class
 
 
 @pytest.fixture(autouse=True)

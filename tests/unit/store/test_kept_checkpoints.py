@@ -9,21 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_checkpoints import (
-    epochs_in,
-    file_names,
-    model_of,
-    restored,
-    save,
-    state_of,
-)
+from saved_checkpoints import epochs_in, file_names, model_of, restored, save, state_of
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.checkpoints import (
-    best_checkpoint,
-    list_checkpoints,
-    positions,
-)
+from hvd_estimators.store.checkpoints import best_checkpoint, list_checkpoints, positions
 from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState

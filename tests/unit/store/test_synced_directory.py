@@ -57,11 +57,7 @@ def test_files_are_uploaded_at_each_sync_and_at_the_end(store):
         uploaded(directory)
         assert contents(store) == {"train/events#1?": b"one, two", "passing": b"stays"}
         (folder / "last").write_bytes(b"")
-    assert contents(store) == {
-        "train/events#1?": b"one, two",
-        "passing": b"stays",
-        "last": b"",
-    }
+    assert contents(store) == {"train/events#1?": b"one, two", "passing": b"stays", "last": b""}
     assert not folder.exists()
 
 

@@ -153,10 +153,7 @@ def test_gradients_and_views_do_not_leave_the_function() -> None:
     assert made.value.shape == (3, 2)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    limit=st.integers(1, 100),
-)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30), limit=st.integers(1, 100))
 def test_parts_hold_each_row_once_and_are_bounded(sizes: list[int], limit: int) -> None:
     table = pa.table({"id": range(len(sizes)), "words": [[1] * size for size in sizes]})
     made = BoundedCollate(Padding(None, {"words": 0}), lambda row: len(row["words"]), float(limit))(

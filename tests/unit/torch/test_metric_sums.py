@@ -67,19 +67,10 @@ def test_a_single_metric_measures_every_label_and_longer_groups_pair_up():
     add(measures, (zeros, zeros + 1), (zeros, zeros + 3), loss=0.5)
 
     means = measures.means()
-    assert means == {
-        "loss": 0.5,
-        "a_mae": 1.0,
-        "b_mae": 3.0,
-        "a_mae_2": 1.0,
-        "b_bias": -3.0,
-    }
+    assert means == {"loss": 0.5, "a_mae": 1.0, "b_mae": 3.0, "a_mae_2": 1.0, "b_bias": -3.0}
     assert measures.as_record(means) == {
         "loss": 0.5,
-        "all_metrics": [
-            {"a_mae": 1.0, "b_mae": 3.0},
-            {"a_mae_2": 1.0, "b_bias": -3.0},
-        ],
+        "all_metrics": [{"a_mae": 1.0, "b_mae": 3.0}, {"a_mae_2": 1.0, "b_bias": -3.0}],
     }
 
 

@@ -151,8 +151,7 @@ def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> 
 
 
 @pytest.mark.parametrize(
-    "outputs",
-    [None, torch.ones(3), torch.distributions.Normal(torch.zeros(3), 1.0), (None, None)],
+    "outputs", [None, torch.ones(3), torch.distributions.Normal(torch.zeros(3), 1.0), (None, None)]
 )
 def test_custom_steps_may_return_outputs_that_no_metric_needs(outputs: Any) -> None:
     def run(**changes: Any) -> Any:

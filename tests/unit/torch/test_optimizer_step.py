@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.optimizer_step import (
-    OptimizerStep,
-    StepOptions,
-    StepRate,
-    learning_rates,
-)
+from hvd_estimators.torch.optimizer_step import OptimizerStep, StepOptions, StepRate, learning_rates
 
 
 def make(*rates: float) -> torch.optim.Optimizer:

@@ -22,12 +22,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.serialization import (
-    load_module,
-    load_state,
-    module_file,
-    save_state,
-)
+from hvd_estimators.torch.serialization import load_module, load_state, module_file, save_state
 from hvd_estimators.torch.stateful import StatefulObjects
 
 NET = torch.nn.Linear(1, 1)
@@ -185,9 +180,7 @@ def test_estimators_reject_state_that_no_checkpoint_holds(tmp_path: Path) -> Non
         TorchEstimator(stateful=Counter())
 
 
-def test_unsavable_state_is_skipped_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unsavable_state_is_skipped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     broken = Counter()
     broken.state_dict = mock.Mock(side_effect=RuntimeError("not now"))  # type: ignore[method-assign]
     answers_all = mock.MagicMock()

@@ -13,12 +13,7 @@ import torchmetrics
 from torchmetrics import wrappers
 
 from hvd_estimators.torch.loss import Evaluation
-from hvd_estimators.torch.metrics import (
-    EpochMetricStates,
-    Metrics,
-    metric_states,
-    restore_metrics,
-)
+from hvd_estimators.torch.metrics import EpochMetricStates, Metrics, metric_states, restore_metrics
 
 CLASSES = 4
 # The batches of three ranks, one of which has no rows.

@@ -13,12 +13,7 @@ from objectives import objective_of
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
-from hvd_estimators.torch.dry_run import (
-    check_fit,
-    check_initialized,
-    check_own_step,
-    takes_one_row,
-)
+from hvd_estimators.torch.dry_run import check_fit, check_initialized, check_own_step, takes_one_row
 from hvd_estimators.torch.objective import JointLoss, Objective, check_joint
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors, select_outputs
 

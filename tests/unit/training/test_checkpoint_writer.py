@@ -13,14 +13,7 @@ from typing import IO, Any
 
 import pytest
 import torch
-from saved_checkpoints import (
-    epochs_in,
-    file_names,
-    model_of,
-    restored,
-    save,
-    state_of,
-)
+from saved_checkpoints import epochs_in, file_names, model_of, restored, save, state_of
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import FilesystemStore

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 from fake_clock import FakeClock, set_clock
 
-from hvd_estimators.exceptions import (
-    HvdEstimatorsError,
-    StoreError,
-    TrainingInterruptedError,
-)
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, TrainingInterruptedError
 from hvd_estimators.launch.rank import graceful_stop
 from hvd_estimators.training import step_control
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
@@ -207,9 +203,7 @@ def test_a_stop_request_ends_training_after_a_checkpoint(clock: FakeClock) -> No
         control.after_step(2, 2, [2], lambda: True)
 
 
-def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
-    clock: FakeClock,
-) -> None:
+def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(clock: FakeClock) -> None:
     control = make_control(every_n_steps=None)
     control._stop.ask()
     control.after_step(2, 1, [1], lambda: False)

@@ -195,9 +195,7 @@ ERRORS = [OSError("no such host"), queue.Empty(), StopIteration(), SystemExit(3)
 
 
 @pytest.mark.parametrize(
-    ("pool", "error"),
-    itertools.product(["thread", "dummy"], ERRORS),
-    ids=repr,
+    ("pool", "error"), itertools.product(["thread", "dummy"], ERRORS), ids=repr
 )
 def test_any_error_of_a_worker_ends_reading_with_its_traceback(dataset, pool, error):
     store = failing_store(dataset.folder, error, after=2)
