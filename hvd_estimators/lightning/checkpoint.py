@@ -381,18 +381,9 @@ class RunCheckpoint(Callback):
         checkpoint[_BUFFERS] = buffers.unequal(digests)
         return state, list(partials)
 
-    def _save(
-        self,
-        state: RunState,
-        checkpoint: dict[str, Any],
-        *,
-        is_copy: bool = False,
-        files: tuple[TensorFile, ...] = (),
-    ) -> None:
+    def _save(self, state: RunState, checkpoint: dict[str, Any], **options: Any) -> None:
         if self.shards.rank == 0:
-            self.writer.save(
-                state, lambda file: torch.save(checkpoint, file), is_copy=is_copy, files=files
-            )
+            self.writer.save(state, lambda file: torch.save(checkpoint, file), **options)
 
     def _start_steps(self, trainer: Trainer) -> None:
         """Resume within an epoch, once, or begin one, after all hooks of the epoch's start."""

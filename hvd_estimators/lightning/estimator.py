@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.fitting.run import RunResults
@@ -11,7 +10,6 @@ from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.torch import estimator as torch_estimator
 from hvd_estimators.torch.serialization import dump_module, load_module, load_trained
-from hvd_estimators.torch.stored_weights import find_weights_in
 
 _MIXED_PRECISIONS: dict[Any, str] = {
     **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
@@ -99,21 +97,10 @@ class LightningEstimator(LightningEstimatorSignatures):
         "Passed to a LightningDataModule; see train_async_data_loader_queue_size."
     )
 
-    def _create_model(
-        self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
-    ) -> LightningModel:
+    def _trained(self, run_results: RunResults) -> tuple[Any, Any, dict[str, Any]]:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
-        find_weights_in(module, run_results.spec.store)
-        return self.get_model_class()(
-            **self._get_model_kwargs(
-                model=module.eval(),
-                history=[epoch.as_dict() for epoch in run_results.history],
-                optimizer=None,
-                run_id=run_id,
-                metadata=metadata,
-            )
-        )
+        return module, None, {}
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
         precision = (self.getOrDefault("trainer_args") or {}).get("precision")

@@ -233,12 +233,8 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> TorchModel:
-        given: Callable[[], TrainedObjects] = functools.cache(
-            lambda: load_module(run_results.spec.objects)
-        )
-        module, others = load_trained(run_results.state, lambda: given().module)
+        module, optimizer, returned = self._trained(run_results)
         find_weights_in(module, run_results.spec.store)
-        optimizer, returned = others or (given().optimizer, given().returned)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
@@ -250,6 +246,14 @@ class TorchEstimator(TorchSharedParams, TorchEstimatorSignatures):
         )
         model.setParams(**returned)
         return model
+
+    def _trained(self, run_results: RunResults) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        """Return the trained module, its optimizer, and params that may refer to the module."""
+        given: Callable[[], TrainedObjects] = functools.cache(
+            lambda: load_module(run_results.spec.objects)
+        )
+        module, others = load_trained(run_results.state, lambda: given().module)
+        return module, *(others or (given().optimizer, given().returned))
 
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns. Subclasses can override this method."""
