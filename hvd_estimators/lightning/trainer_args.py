@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -133,7 +134,7 @@ def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
         if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
     }
     passes = arguments.get("accumulate_grad_batches", 1)
-    if not isinstance(passes, int) or passes < 1:
+    if not isinstance(passes, Integral) or passes < 1:
         raise ParamError(
             f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
         )
