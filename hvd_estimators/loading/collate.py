@@ -66,7 +66,7 @@ class Collate(abc.ABC):
     weight: str | None
 
     takes_nulls: ClassVar[bool] = False
-    """Whether rows may hold nulls."""
+    """True if rows may hold nulls."""
 
     @abc.abstractmethod
     def make(self, rows: RowTable) -> Any:
