@@ -147,6 +147,8 @@ def hosts(tmp_path: Path) -> Iterator[Cluster]:
             host.run("mount", "-t", "overlay", "overlay", "-o", layers, "/opt")
             host.run("mount", "--bind", str(own / "empty"), str(ROOT))
             close_other_ports(host)
+            # The recipe's environment has torch's Gloo, which takes the interface's first address.
+            host.run("ip", "address", "delete", host.alone, "dev", "eth0")
         yield made
 
 

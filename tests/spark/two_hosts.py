@@ -74,6 +74,8 @@ class Host:
     address, address6, only6 : str
         Its addresses on the shared network, and its address on a second network, without IPv4,
         at the interface ``six0``.
+    alone : str
+        The first address of its interface ``eth0``, which other hosts do not reach.
     """
 
     def __init__(self, prefix: str, switch: str, number: int) -> None:
@@ -87,8 +89,8 @@ class Host:
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
         # Programs that use an interface's first address, like Gloo, get an unreachable one.
-        alone = f"203.0.113.{number}/32"
-        self._add_link("eth0", "first", alone, f"{self.address}/24", f"{self.address6}/64")
+        self.alone = f"203.0.113.{number}/32"
+        self._add_link("eth0", "first", self.alone, f"{self.address}/24", f"{self.address6}/64")
         self._add_link("six0", "second", f"{self.only6}/64")
         _ip("-n", self.namespace, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", self.namespace, "addr", "add", f"{SAME_ADDRESS}/16", "dev", "bridge0")
