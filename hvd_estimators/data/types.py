@@ -143,7 +143,7 @@ def column_spec(
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
     if allow_any:
-        return ColumnSpec(name, "any", _any_dtype(leaf))
+        return ColumnSpec(name, "any", _dtype_name(leaf))
     is_text = is_string(leaf) or (
         bytes_as_text and is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf)
     )
@@ -153,7 +153,7 @@ def column_spec(
         shape.append(leaf.byte_width if pa.types.is_fixed_size_binary(leaf) else -1)
         dtype = "uint8"
     elif is_number(leaf):
-        dtype = _any_dtype(leaf)
+        dtype = _dtype_name(leaf)
     elif pa.types.is_null(leaf):
         raise DataError(
             f"Column {name!r} holds nothing but nulls in {file!r} (its type there is {data_type}); "
@@ -197,7 +197,7 @@ def text_options(allow_text: TextColumns, name: str) -> dict[str, Any]:
     return {"allow_text": value is not None, "bytes_as_text": value is not False}
 
 
-def _any_dtype(leaf: pa.DataType) -> str:
+def _dtype_name(leaf: pa.DataType) -> str:
     """Return the NumPy name of a type of numbers; "object" for other types."""
     if pa.types.is_decimal(leaf):
         return decimal_dtype(leaf.precision, leaf.scale)

@@ -184,6 +184,21 @@ def repeated(columns: Columns, rows: int) -> Columns:
     return {name: array[np.arange(rows) % len(array)] for name, array in columns.items()}
 
 
+def with_open_sizes(
+    shapes: Sequence[tuple[int | None, ...]], others: Sequence[tuple[int | None, ...]]
+) -> list[tuple[int | None, ...]]:
+    """Return shapes with None for each size that differs from the same output's other shape.
+
+    A shape stays as it is if the other one has more or fewer dimensions.
+    """
+    return [
+        tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
+        if len(shape) == len(other)
+        else shape
+        for shape, other in zip(shapes, others, strict=True)
+    ]
+
+
 def _zeros(spec: ColumnSpec) -> Array:
     shape = (DRY_RUN_ROWS, *spec.shape)
     return np.full(shape, "", object) if spec.kind == "text" else np.zeros(shape, spec.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.trial import leave_to_ranks, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, traceless, with_open_sizes
 from hvd_estimators.keras.backend import CPU, SHAPE_KINDS, all_layers, has_own_step, torch_layers
 from hvd_estimators.keras.losses import check_loss
 from hvd_estimators.keras.metrics import check_metrics
@@ -237,12 +237,7 @@ class DryRun:
                 logger.info("The model does not take a single row (%s)", error)
                 continue
             if found is not None and self.output_shapes is not None:
-                self.output_shapes = [
-                    tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
-                    if len(shape) == len(other)
-                    else shape
-                    for shape, other in zip(found, self.output_shapes, strict=True)
-                ]
+                self.output_shapes = with_open_sizes(found, self.output_shapes)
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""

@@ -19,7 +19,7 @@ import torch
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless, with_open_sizes
 from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
@@ -114,12 +114,7 @@ def with_any_size(
         except ShapeError as error:
             logger.info("The model does not take a single row (%s)", error)
             continue
-        found = [
-            tuple(a if a == b else None for a, b in zip(shape, other, strict=True))
-            if len(shape) == len(other)
-            else shape
-            for shape, other in zip(found, others, strict=True)
-        ]
+        found = with_open_sizes(found, others)
     return found
 
 

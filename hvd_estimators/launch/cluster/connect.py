@@ -92,7 +92,7 @@ class ConnectCluster(Cluster):
     @property
     def is_local(self) -> bool:
         """True if tasks run on this machine, in the server's own process."""
-        return self.master.split("[")[0] == "local" and self._server() in _LOOPBACK
+        return super().is_local and self._server() in _LOOPBACK
 
     @property
     def allocates_dynamically(self) -> bool:
@@ -101,8 +101,8 @@ class ConnectCluster(Cluster):
 
     def accept_barrier_jobs(self) -> None:
         """Do nothing, except raise `SlotsError` if Spark rejects barrier jobs."""
-        is_local = self.master.split("[")[0] == "local"
-        if self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" and not is_local:
+        is_dynamic = self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true"
+        if is_dynamic and not super().is_local:
             raise SlotsError(
                 "The Spark Connect server has spark.dynamicAllocation.enabled=true, with which "
                 "Spark rejects jobs whose tasks start together. Start it with false, or use a "
