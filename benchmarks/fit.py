@@ -2,7 +2,8 @@
 
 One loop uses Horovod, and its rows exist as arrays. The other uses Spark's `TorchDistributor`, and
 its time includes writing the DataFrame. Fits of a tenth of the rows determine the fixed cost. The
-first fit of an application, which users of scripts wait for, is measured in fresh processes.
+first fit of an application, which users of scripts wait for, is measured in fresh processes, beside
+the first plain write of the DataFrame.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyspark.ml.functions import vector_to_array
 from pyspark.sql import DataFrame
 
 from benchmarks import train_by_hand
@@ -43,6 +45,7 @@ from hvd_estimators.torch import TorchEstimator
 
 OURS, BASELINE = "hvd_estimators", "horovod.spark"
 DISTRIBUTOR, BY_HAND = "TorchDistributor", "by hand"
+WRITE = "plain write"
 LEARNING_RATE = 1e-3
 """Learning rate of one rank; all multiply it by the number of ranks."""
 
@@ -103,6 +106,11 @@ def fit_distributed(frame: DataFrame, given: argparse.Namespace, seed: int, fold
     return _with(train_by_hand.distribute(frame, Path(folder), given.num_proc, settings))
 
 
+def write_plain(frame: DataFrame, given: argparse.Namespace, seed: int, folder: str) -> None:
+    features = vector_to_array("features", "float32").alias("features")
+    frame.select(features, "label").write.parquet(f"file://{folder}/plain")
+
+
 def _with(state: train_by_hand.State) -> Net:
     net = Net()
     net.load_state_dict(state)
@@ -126,6 +134,7 @@ class Contenders:
             BASELINE: in_folder(fit_baseline),
             DISTRIBUTOR: in_folder(fit_distributed),
             BY_HAND: lambda seed: fit_by_hand(folder, given, seed),
+            WRITE: in_folder(write_plain),
         }
 
     def fit(self, name: str) -> float:
@@ -134,7 +143,8 @@ class Contenders:
         started = time.perf_counter()
         net = self.fits[name](len(losses))
         taken = time.perf_counter() - started
-        losses.append(loss_on(net, self.validation))
+        if net is not None:
+            losses.append(loss_on(net, self.validation))
         return taken
 
     def measure(self, repeats: int) -> dict[str, list[float]]:
@@ -178,7 +188,7 @@ def main() -> None:
             frame = regression_data(spark, given.rows)
             print(json.dumps(Contenders(frame, given, folder).fit(given.first)), flush=True)
         return
-    names = (OURS, BASELINE, DISTRIBUTOR, BY_HAND)
+    names = (OURS, BASELINE, DISTRIBUTOR, BY_HAND, WRITE)
     first = in_turns({n: functools.partial(fit_first, n) for n in names}, given.repeats)
     with spark_and_folder(given.num_proc) as (spark, folder):
         # Let the JVM compile the shared code before either estimator is measured.

@@ -1,13 +1,16 @@
 """Seconds from the call to the first allreduce of two ranks, and to the results.
 
 Compares the first launch of an application and later launches with this package (`SparkBackend`)
-with `horovod.spark.run`, Spark's `TorchDistributor` (only torch) and an empty barrier job. Also
-reports the memory of the process from which ranks are forked.
+with `horovod.spark.run`, Spark's `TorchDistributor` (only torch), an empty barrier job, and the
+imports alone, which bound the first launch. Also reports the memory of the process from which ranks
+are forked.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +31,7 @@ from hvd_estimators.launch import SparkBackend
 RANKS = 2
 FIRST, NEXT, BASELINE = "first launch", "next launches", "horovod.spark.run"
 DISTRIBUTOR, EMPTY = "TorchDistributor", "empty barrier job"
+IMPORTS = "imports alone"
 
 
 def train_torch() -> float:
@@ -85,6 +89,14 @@ def empty_barrier_job(spark: SparkSession) -> None:
     assert not spark.range(0, RANKS, 1, RANKS).mapInArrow(nothing, "x int", barrier=True).collect()
 
 
+def imports_alone(framework: str) -> float:
+    """Return the seconds until a new process has imported what the functions import."""
+    modules = f"import {framework}, horovod.{framework}"
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", modules], check=True)
+    return time.perf_counter() - started
+
+
 def warm_memory() -> list[float]:
     """Return the MiB of each process that forks ranks; shared pages count proportionally."""
     found = []
@@ -114,9 +126,8 @@ def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> li
             lambda: horovod.spark.run(train, num_proc=RANKS, use_gloo=True, env=env, verbose=0),
         ),
     }
-    framework = "tensorflow"
-    if train is train_torch:
-        framework = "torch"
+    framework = "torch" if train is train_torch else "tensorflow"
+    if framework == "torch":
         # It returns the result of the first rank.
         contenders[DISTRIBUTOR] = lambda: launch(
             DISTRIBUTOR, lambda: [torch_distributor(RANKS).run(in_source(train_distributed))]
@@ -124,6 +135,7 @@ def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> li
     empty_barrier_job(spark)
     first = in_turns({FIRST: lambda: launch(FIRST, lambda: backend.run(train))}, 1)
     results = {**first, **in_turns(contenders, repeats)}
+    reached.update(in_turns({IMPORTS: lambda: imports_alone(framework)}, repeats))
     return [
         *compared(f"{framework}, to the first allreduce", reached, "s", BASELINE, middle=True),
         *compared(f"{framework}, to the results", results, "s", BASELINE, middle=True),

@@ -1,7 +1,8 @@
 """Time `prepare_data` against Spark's plain Parquet write and horovod.spark's `prepare_data`.
 
 The plain write converts vectors to arrays of 32-bit floats, as `prepare_data` must. It writes as
-many files from as many tasks. It checks nothing, reads no footers and writes no manifest.
+many files from as many tasks. It checks nothing, reads no footers and writes no manifest. Another
+one deals the rows to its files at random, as shuffling must.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from benchmarks.common import need_baseline, regression_data, spark_and_folder
 from benchmarks.figures import compared, in_turns, options, show_result
@@ -39,10 +41,11 @@ def ways(frame: DataFrame, folder: Path) -> dict[str, Callable[[], None]]:
         with prepare_data(store=Store.create(new()), shuffle_on_write=shuffle, **arguments):
             pass
 
-    def plain() -> None:
-        features = vector_to_array("features", "float32").alias("features")
-        few = frame.select(features, "label").coalesce(RANKS * FILES_PER_RANK)
-        few.write.parquet(f"file://{new()}/plain")
+    features = vector_to_array("features", "float32").alias("features")
+    written, files = frame.select(features, "label"), RANKS * FILES_PER_RANK
+
+    def plain(rows: DataFrame) -> None:
+        rows.write.parquet(f"file://{new()}/plain")
 
     def baseline() -> None:
         from horovod.spark.common.util import clear_training_cache, prepare_data
@@ -56,7 +59,8 @@ def ways(frame: DataFrame, folder: Path) -> dict[str, Callable[[], None]]:
     return {
         "prepare_data": lambda: ours(True),
         "prepare_data, not shuffled": lambda: ours(False),
-        "plain write": plain,
+        "plain write": lambda: plain(written.coalesce(files)),
+        "plain write, dealt at random": lambda: plain(written.repartition(RANKS, F.rand())),
         "horovod.spark": baseline,
     }
 
