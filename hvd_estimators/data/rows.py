@@ -155,11 +155,9 @@ def _is_boolean(column: pa.Array) -> bool:
 
 
 def _maps(column: pa.MapArray) -> list[Any]:
-    offsets = column.offsets.to_numpy()
-    first, count = int(offsets[0]), int(offsets[-1] - offsets[0])
-    parts = (column.keys, column.items)
-    keys, items = (column_values(part.slice(first, count)) for part in parts)
-    ends = itertools.pairwise((offsets - first).tolist())
+    offsets, entries = split_lists(column)
+    keys, items = (column_values(entries.field(part)) for part in range(2))
+    ends = itertools.pairwise(offsets.tolist())
     return _each(column, [dict(zip(keys[a:b], items[a:b], strict=True)) for a, b in ends])
 
 
@@ -280,7 +278,7 @@ def _given(value: Any, dtype: str) -> Any:
         value = list(value)
     if not isinstance(value, (list, tuple)):
         return value
-    if value and all(isinstance(each, (bool, int, float, np.number)) for each in value):
+    if value and all(isinstance(each, (bool, np.bool_, int, float, np.number)) for each in value):
         return np.array(value, None if dtype == "object" else dtype)
     if not value and dtype != "object":
         return np.array([], dtype)

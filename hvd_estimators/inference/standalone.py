@@ -211,12 +211,14 @@ class SavedPredictor:
                 f"outputCols: the model has {len(shapes)} outputs, found {self._num_outputs} "
                 f"names: {list(self.output_columns[: self._num_outputs])}. Set them before saving."
             )
+        # Without rows the shapes may be unknown, and then any kind of scores gives empty columns.
+        outputs_are = self._outputs_are or (None if self._shapes is not None else "logits")
         names = self.output_columns[: self._num_outputs]
         kinds = [kind or DOUBLE for kind in output_types(self._ddls, names, shapes)]
         inference = replace(
             inference,
             shapes=tuple(map(tuple, shapes)),
-            scores=class_scores(class_columns(self._get), self._outputs_are, shapes),
+            scores=class_scores(class_columns(self._get), outputs_are, shapes),
             batch_rows=self._batch_rows or _default_rows(given),
         )
         fields = list(inference.fields.values())

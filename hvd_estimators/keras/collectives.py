@@ -365,6 +365,8 @@ class StatisticsAverager:
     ----------
     model : keras.Model
         The built model, the same on all ranks.
+    num_shards : int
+        Number of canonical shards; a single one needs no averages.
 
     Attributes
     ----------
@@ -372,17 +374,17 @@ class StatisticsAverager:
         Digests of the variables at the start of the epoch, to detect changes.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, num_shards: int) -> None:
         self._variables = [
             variable
-            for variable in updated_variables(model)
+            for variable in (updated_variables(model) if num_shards > 1 else ())
             if keras.backend.is_float_dtype(variable.dtype)
         ]
         self.digests = [array_digest(variable.numpy()) for variable in self._variables]
 
     def average(self, shards: ShardStates) -> None:
         """Average over the shards that the ranks run. Called by all ranks at the same time."""
-        if not self._variables or shards.num_shards == 1:
+        if not self._variables:
             return
         changed = [0.0] * len(self._variables)
 

@@ -115,7 +115,6 @@ class DryRun:
         self._copy = copy
         self._compares = compares and not has_own_step(model)
         self._selection = selection
-        self._feature_cols = feature_cols
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
         self._label_shapes = label_shapes

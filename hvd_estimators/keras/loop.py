@@ -232,7 +232,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
         """Start the epoch's random streams, call the callbacks, and restore a partial epoch."""
         shards = self._micro_batches.shards
         shards.for_each(lambda shard: self._saver.streams.begin(shard, epoch))
-        self._statistics = StatisticsAverager(self.model)
+        self._statistics = StatisticsAverager(self.model, shards.num_shards)
         super().on_epoch_begin(epoch, logs)
         resumed, self._resumed = self._resumed, None
         self._skipped = 0

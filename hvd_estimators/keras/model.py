@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,16 +192,17 @@ class KerasModel(KerasModelSignatures):
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump(value, self.getOrDefault("custom_objects"))
 
-    def _extra_files(self) -> dict[str, bytes]:
+    def _extra_files(self) -> dict[str, LocalFile]:
         """Return the model as a plain file, for use without this package.
 
         The file is ``model.keras``, or ``model.weights.h5`` if the model has no config.
         """
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory, "model.keras")
-            try:
-                self.getOrDefault("model").save(path)
-            except (NotImplementedError, TypeError, ValueError):
-                path = path.with_name("model.weights.h5")
-                self.getOrDefault("model").save_weights(path)
-            return {path.name: path.read_bytes()}
+        local = LocalFile()
+        path = Path(local.path).with_name("model.keras")
+        try:
+            self.getOrDefault("model").save(path)
+        except (NotImplementedError, TypeError, ValueError):
+            path = path.with_name("model.weights.h5")
+            self.getOrDefault("model").save_weights(path)
+        path.replace(local.path)
+        return {path.name: local}

@@ -163,7 +163,8 @@ def updated_variables(model: keras.Model) -> list[Any]:
 class VariableState:
     """Variables that layers update in training, such as statistics of batch normalization.
 
-    Variables of frozen layers are excluded, since these variables do not change and can be large.
+    Variables of frozen layers, and those to which LoRA adds, are excluded, since these variables do
+    not change and can be large.
 
     Parameters
     ----------
@@ -181,7 +182,7 @@ class VariableState:
         frozen = {
             id(variable)
             for layer in all_layers(model)
-            if not layer.trainable
+            if not layer.trainable or getattr(layer, "lora_enabled", False)
             for variable in layer.variables
         }
         self.variables = [

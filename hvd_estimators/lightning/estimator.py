@@ -11,12 +11,6 @@ from hvd_estimators.params import boolean, integer, keyword_arguments, objects, 
 from hvd_estimators.torch import estimator as torch_estimator
 from hvd_estimators.torch.serialization import dump_module, load_module, load_trained
 
-_MIXED_PRECISIONS: dict[Any, str] = {
-    **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
-    **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
-}
-"""Trainer's precisions that compute with autocast, to values of the param ``precision``."""
-
 if TYPE_CHECKING:
     from hvd_estimators.lightning.signatures import LightningEstimatorSignatures
 else:
@@ -101,11 +95,6 @@ class LightningEstimator(LightningEstimatorSignatures):
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
         return module, None, {}
-
-    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
-        precision = (self.getOrDefault("trainer_args") or {}).get("precision")
-        chosen = _MIXED_PRECISIONS.get(precision, self.getOrDefault("precision"))
-        return {**super()._get_model_kwargs(**fitted), "precision": chosen}
 
     def get_model_class(self) -> type[LightningModel]:
         """Return the class of the model that `fit` returns. Subclasses may override it."""

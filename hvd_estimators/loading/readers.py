@@ -38,7 +38,7 @@ from hvd_estimators.loading.interleave import (
     read_tables,
     together,
 )
-from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step
+from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step, vary
 from hvd_estimators.loading.shuffle import (
     Batches,
     Chunk,
@@ -547,9 +547,7 @@ class PlannedDataModule(ChunkedDataModule):
         row_bytes = self.train_plan.row_bytes_of(self.columns)
         open_groups = self.train_plan.open_groups
         total = self.train_plan.rows(self.cur_shard)
-        is_known = self.transformation is None and all(
-            spec.kind not in ("text", "rows") for spec in self.columns
-        )
+        is_known = self.transformation is None and not vary(self.columns)
         if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
             open_groups = 1  # the buffer mixes all rows
         for pass_number in numbers:

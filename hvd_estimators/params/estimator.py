@@ -412,7 +412,7 @@ class EstimatorParams(SharedParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
     )
     local_cache_dir = param(
         "Folder on each machine that caches what ranks read of a remote store, for later epochs "
-        "and fits. Default: no cache.",
+        "and fits, except footers and files of up to 64 KiB. Default: no cache.",
         convert=string,
     )
     local_cache_size = param(

@@ -50,6 +50,8 @@ def number(minimum: float | None = None) -> Converter:
     """Return a converter to a finite float, optionally with a minimum."""
 
     def convert(name: str, value: Any) -> float:
+        if isinstance(value, bool):
+            raise ParamError(f"{name}: expected a number, found {value!r}.")
         if minimum is not None and value < minimum:
             raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
         if not math.isfinite(float(value)):

@@ -405,13 +405,16 @@ def clear_prepared_data(
         The deleted datasets; data that a killed writer left behind has 0 rows.
     """
     store = as_store(store)
-    clear_training_cache()
     deleted = []
     for dataset in _stored_datasets(store):
-        may_delete = force or dataset_idx is not None or _is_orphan(store, dataset.index)
-        is_chosen = dataset_idx in (None, dataset.index)
-        if is_chosen and may_delete and not _is_in_use(dataset.index):
-            _delete_files(store, dataset.index)
+        index = dataset.index
+        if dataset_idx is None:
+            is_chosen = force or index in _own or _is_orphan(store, index)
+        else:
+            is_chosen = index == dataset_idx
+        if is_chosen and not _is_in_use(index):
+            _delete_files(store, index)
+            _own.pop(index, None)
             deleted.append(dataset)
     return deleted
 

@@ -62,7 +62,7 @@ class Saved(MLWritable, MLReadable[Any]):
         """Return the values of the documents that `_dump_param` wrote, by name."""
         return {name: loads(document) for name, document in documents.items()}
 
-    def _extra_files(self) -> dict[str, bytes]:
+    def _extra_files(self) -> dict[str, LocalFile]:
         """Return further files, by name, for other programs to read."""
         return {}
 
@@ -152,8 +152,8 @@ class _Writer(MLWriter):
         # Last, because a directory without this file does not load: an incomplete save never loads.
         file_name = old[0] if len(old) == 1 else "part-00000.txt"
         folder.write(f"{_METADATA}/{file_name}", f"{json.dumps(metadata)}\n".encode())
-        for name, content_of_file in extra.items():
-            folder.write(name, content_of_file)
+        for name, file in extra.items():
+            folder.write(name, file)
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)

@@ -24,6 +24,9 @@ from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.stored_weights import complete
 from hvd_estimators.torch.tensors import AnyColumns
 
+LOSS_ARGUMENTS = ("model", "device", "rank", "size")
+"""Arguments that loss constructors get without training."""
+
 
 class TorchEvaluator:
     """A module with its losses and metrics.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, narrowed, numbers, one_of, param, shapes
 from hvd_estimators.torch.dry_run import output_shapes
-from hvd_estimators.torch.evaluation import TorchEvaluator, combine
+from hvd_estimators.torch.evaluation import LOSS_ARGUMENTS, TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.objective_args import objective_of
 from hvd_estimators.torch.optimizer_step import PRECISIONS
@@ -126,7 +125,7 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
         module, precision = self._plain_model(), self.getOrDefault("precision")
         objective = objective_of(self.getOrDefault, self._transform_spec())
-
+        objective.check_arguments(LOSS_ARGUMENTS)
         weights_in = weights_place(module)
 
         def load(payload: Payload, resources: Resources = DEFAULT_RESOURCES) -> TorchEvaluator:
@@ -185,11 +184,12 @@ class TorchModel(TorchSharedParams, TorchModelSignatures):
         # A dimension of -1 may have any size.
         return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **sizes}
 
-    def _extra_files(self) -> dict[str, bytes]:
+    def _extra_files(self) -> dict[str, LocalFile]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""
         module = plain_module(self.getOrDefault("model"))
         if stored_weights(module) is not None:
             return {}  # its weights are files that other programs read
-        weights = io.BytesIO()
-        save_state(module.state_dict(), weights)
-        return {"weights.pt": weights.getvalue()}
+        weights = LocalFile()
+        with open(weights.path, "wb") as file:
+            save_state(module.state_dict(), file)
+        return {"weights.pt": weights}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +149,28 @@ class Objective:
         """Check that a joint loss takes the weights of rows, if there are any."""
         if self.joint and self.is_weighted:
             check_joint(losses[0], param)
+
+    def check_arguments(self, offered: Collection[str]) -> None:
+        """Check that loss constructors need no arguments but these. Runs on the driver.
+
+        Raises
+        ------
+        ParamError
+            If one does.
+        """
+        for make in self.loss_constructors or ():
+            needed = (p for p in _parameters(make) if p.default is p.empty)
+            others = [
+                p.name
+                for p in needed
+                if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in offered
+            ]
+            if others:
+                raise ParamError(
+                    f"loss_constructors: one needs {', '.join(others)}, which only training has, "
+                    f"found no default. evaluate() passes {', '.join(offered)}. Give it a default, "
+                    "or set loss instead."
+                )
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
         """Return the objective with its losses on a rank's device. Runs on the rank.

@@ -84,6 +84,9 @@ def write_trained(
 ) -> tuple[StoredWeights | None, dict[str, Any]]:
     """Return the trained weights of ranks that hold parts. Called by all ranks.
 
+    Without a base, they go to a new folder of the run. The files have the names and the index of
+    Hugging Face's, so its libraries load them.
+
     Parameters
     ----------
     store : Store
@@ -104,14 +107,6 @@ def write_trained(
     """
     if has_base:
         return None, gathered(module.state_dict(), keep=current().rank == 0)
-    return _write_weights(store, run, module), {}
-
-
-def _write_weights(store: Store, run: RunPaths, module: torch.nn.Module) -> StoredWeights:
-    """Write a module's weights to a new folder of the run. Called by all ranks.
-
-    The files have the names and the index of Hugging Face's, so its libraries load them.
-    """
     token = exchange.broadcast(uuid.uuid4().hex, "model_files")
     folder = f"{run.run_path}/model-{token}"
     parameters, rank = dict(module.named_parameters()), current().rank
@@ -122,7 +117,7 @@ def _write_weights(store: Store, run: RunPaths, module: torch.nn.Module) -> Stor
         size = sum(file.size for file in files)
         document = {"metadata": {"total_size": size}, "weight_map": index}
         store.write_text(f"{folder}/{INDEX}", json.dumps(document, indent=1))
-    return StoredWeights(files, folder=folder)
+    return StoredWeights(files, folder=folder), {}
 
 
 def _write(

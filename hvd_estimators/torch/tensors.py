@@ -174,7 +174,7 @@ def as_tensor(leaf: torch.Tensor | Array) -> Any:
     """Return an array of numbers as a tensor, and other leaves unchanged."""
     if isinstance(leaf, torch.Tensor) or leaf.dtype.kind not in "biufc":
         return leaf
-    return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    return from_numpy(leaf)
 
 
 AnyColumns = Mapping[str, Array | torch.Tensor] | CollatedBatch

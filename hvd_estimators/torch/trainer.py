@@ -335,6 +335,9 @@ class _Trainer:
         objects: TrainedObjects = load_module(self.spec.objects, mapped=True)
         as_trained(objects.module, trained, *found)
         objects.optimizer.state.clear()
+        groups = objects.optimizer.param_groups, self.optimizer.param_groups
+        for group, options in zip(*groups, strict=False):
+            group.update({name: value for name, value in options.items() if name != "params"})
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 
     def _run_epoch(self, epoch: int, batches: StepBatches, data: DataModule) -> EpochMetrics:

@@ -380,3 +380,19 @@ def test_an_optimizer_with_a_state_continues_on_parts(store: Any) -> None:
         optimizer.step()
         ends.append(fit(store, 2, net, optimizer=optimizer, sharding=sharding).getModel())
     assert_same(*ends, 1e-5)
+
+
+class Halving:
+    """Callback that halves the learning rate."""
+
+    def on_epoch_end(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_the_returned_optimizer_has_the_rate_of_the_end(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    params: dict[str, Any] = {"learning_rate": 0.08, "callbacks": [Halving()]}
+    for sharding in ("full", "none"):
+        (group,) = fit(store, 2, Net(), sharding=sharding, **params).getOptimizer().param_groups
+        assert group["lr"] == 0.02

@@ -309,6 +309,35 @@ assert not {"pyspark", "py4j"} & {name.partition(".")[0] for name in sys.modules
 """
 
 
+@pytest.mark.usefixtures("spark")
+def test_no_rows_before_any_others_give_empty_columns(tmp_path: Path) -> None:
+    """The shapes of ``predict_step`` are not known before it has run."""
+    from lightning.pytorch import LightningModule
+
+    from hvd_estimators.lightning import LightningModel
+
+    class Stepping(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 2)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.linear(batch[0] if isinstance(batch, (list, tuple)) else batch)
+
+    model = LightningModel(
+        model=Stepping(),
+        use_predict_step=True,
+        feature_columns=["x"],
+        label_columns=["y"],
+        predictionCol="class",
+    )
+    rows = np.ones((2, 3), np.float32)
+    predictor = load_predictor(save(model, tmp_path))
+    assert len(predictor({"x": rows[:0]})["class"]) == 0
+    assert len(predictor({"x": rows})["class"]) == 2
+    assert len(predictor({"x": rows[:0]})["class"]) == 0
+
+
 @pytest.mark.once
 def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
     import keras

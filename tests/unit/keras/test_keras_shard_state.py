@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.shard_state import RandomStreams, split_seed_states
+from hvd_estimators.keras.collectives import StatisticsAverager
+from hvd_estimators.keras.shard_state import RandomStreams, VariableState, split_seed_states
 
 
 class Draws(keras.layers.Layer):
@@ -97,3 +98,19 @@ def test_broadcast_states_are_split_by_rank() -> None:
         split_seed_states(model, rank)
         states.add(tuple(layer.seed_generator.state.numpy()))
     assert len(states) == 3
+
+
+def test_weights_that_do_not_change_are_not_kept_for_each_shard() -> None:
+    base = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])
+    base.trainable = False
+    adapted = [keras.layers.Dense(3), keras.layers.Dense(5)]
+    norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((2,)), base, *adapted, norm])
+    adapted[1].quantize("int8")
+    for layer in adapted:
+        layer.enable_lora(2)
+    kept = {id(variable) for variable in VariableState(model).variables}
+    assert kept == {id(norm.moving_mean), id(norm.moving_variance)}
+    # A single shard has nothing to average, and looks for no changes.
+    assert not StatisticsAverager(model, 1).digests
+    assert len(StatisticsAverager(model, 2).digests) >= len(kept)

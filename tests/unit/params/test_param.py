@@ -211,6 +211,12 @@ class WithLists(Base):
     shuffle = param("Whether to shuffle.", default=True, convert=boolean)
 
 
+@pytest.mark.parametrize("convert", [integer(), number()])
+def test_a_boolean_is_no_number(convert):
+    with pytest.raises(ParamError, match=r"^rate: expected a .*number, found True"):
+        convert("rate", True)
+
+
 def test_lists_and_dicts_are_copied():
     first, second = WithLists(), WithLists()
     first.getCallbacks().append("mine")

@@ -14,6 +14,7 @@ from prepared_sets import Writer, folders, use
 from hvd_estimators import clear_prepared_data, list_prepared_data
 from hvd_estimators._util.process_identity import ProcessIdentity, this_process
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.prepare import datasets
 from hvd_estimators.prepare.datasets import (
     acquire,
     load_manifest,
@@ -60,6 +61,20 @@ def test_a_damaged_manifest_is_an_error_that_names_the_file(store, content):
         with pytest.raises(StoreError, match=f"is damaged .*{path}"):
             load_manifest(store, index)
         list_prepared_data(store)
+
+
+def test_clearing_one_dataset_keeps_the_others_and_returns_it(store, tmp_path):
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    first, second, other = "0123456789ab", "123456789abc", "23456789abcd"
+    for place, index in ((store, first), (store, second), (elsewhere, other)):
+        Writer(place)(index)
+        # As after an interrupt, when the block's heartbeat is garbage-collected.
+        datasets._own[index] = place, lambda: None
+    assert [d.index for d in clear_prepared_data(store, first)] == [first]
+    assert [d.index for d in list_prepared_data(store)] == [second]
+    assert [d.index for d in list_prepared_data(elsewhere)] == [other]
+    assert [d.index for d in clear_prepared_data(store)] == [second]
+    assert [d.index for d in list_prepared_data(elsewhere)] == [other]
 
 
 def test_clearing_keeps_datasets_in_use(store):

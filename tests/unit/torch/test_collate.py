@@ -142,6 +142,8 @@ def test_rows_of_a_predictor_have_the_types_of_training() -> None:
     assert [part.dtype for part in first["n"]] == [np.int64, np.int64]
     assert second["t"] is None
     assert len(rows[1:]) == 1
+    (flags,) = GivenRows([{"x": [np.bool_(True), np.bool_(False)]}], {}).to_rows()
+    assert flags["x"].dtype == bool
     assert GivenRows([{"x": [1, 2]}], {"x": "int32"}).table.column("x").type == pa.list_(pa.int32())
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from torchmetrics import PearsonCorrCoef
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import TorchModel
 
 ROWS = 23
@@ -143,6 +144,16 @@ def test_loss_constructors_get_the_device_and_the_model() -> None:
     _, values = evaluate(make_model(loss=None, loss_constructors=[make]), columns)
     expected = functional.smooth_l1_loss(outputs["y"], made["y"]).item()
     assert values["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("needed", ["optimizer", "spec"])
+def test_a_loss_constructor_that_needs_the_training_is_an_error_on_the_driver(needed: str) -> None:
+    make = {"optimizer": lambda optimizer: None, "spec": lambda model, *, spec: None}[needed]
+    model = make_model(loss=None, loss_constructors=[make])
+    with pytest.raises(ParamError, match=f"^loss_constructors: one needs {needed}, .*set loss"):
+        model._make_evaluator()
+    allowed = [lambda model, optimizer=None, **others: functional.mse_loss]
+    evaluate(make_model(loss=None, loss_constructors=allowed), make_columns())
 
 
 def test_the_precision_of_training_applies() -> None:
