@@ -21,14 +21,12 @@ logger = logging.getLogger(__name__)
 
 def python_code(code: str, executable: str = sys.executable) -> list[str]:
     """Return a command that runs code without the working directory in its import path."""
-    # Python 3.10 has no option for this. `-c` adds "", and `sys` is built in.
-    return [executable, "-u", "-c", f"import sys; sys.path = [*filter(None, sys.path)]\n{code}"]
+    return [executable, "-u", "-P", "-c", code]
 
 
 def python_module(module: str, executable: str = sys.executable) -> list[str]:
     """Return a command that runs a module as ``python -m`` does, without the working directory."""
-    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return python_code(f"import runpy; {run}", executable)
+    return [executable, "-u", "-P", "-m", module]
 
 
 def python_path(*paths: Sequence[str], trusted: Sequence[str] = ()) -> str:

@@ -200,9 +200,12 @@ def _java() -> Row:
     java = shutil.which("java", path=os.path.join(home, "bin") if home else None)
     found = "none"
     if java is not None:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True)
-        match = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
-        found = match.group(1) if match else "unknown"
+        found = "unknown"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command = [java, "-version"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            if match := re.search(r'version "([^"]+)"', done.stderr + done.stdout):
+                found = match.group(1)
     pyspark = Version(installed_version(*_REQUIRED[0][2]) or "3.5")
     known = _JAVA_FOR_PYSPARK.get(pyspark.major, _JAVA_FOR_PYSPARK[max(_JAVA_FOR_PYSPARK)])
     # Java 8 is 1.8, and a preview is 21-ea.
@@ -216,7 +219,11 @@ def _gpus(versions: Mapping[str, str]) -> Row:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = []
     if shutil.which(command[0]):
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            found = f"{command[0]} did not answer in {_SECONDS:.0f} s"
+            return Row("GPUs", found, Status.PROBLEM, "restart the machine or its GPU driver")
         names = done.stdout.splitlines() if done.returncode == 0 else []
     if not names:
         return Row("GPUs", "none; training runs on CPUs", Status.ABSENT)

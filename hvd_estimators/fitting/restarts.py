@@ -18,7 +18,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from hvd_estimators.exceptions import StoreUnavailableError, WorkerFailedError
+from hvd_estimators.exceptions import (
+    StoreUnavailableError,
+    TrainingInterruptedError,
+    WorkerFailedError,
+)
 from hvd_estimators.fitting.record import now
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
@@ -42,8 +46,6 @@ _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # After the first of several notices, see `FitLaunches._leaving_pause`.
 _LEAVING_PAUSE = 10.0
-
-_LEAVING = "TrainingInterruptedError"
 
 
 def warming_up(
@@ -197,7 +199,8 @@ class FitLaunches(RelaunchLoop):
 
         The machine still takes ranks until it has gone, and then gives notice at once.
         """
-        in_a_row = itertools.takewhile(lambda e: e.error_type == _LEAVING, reversed(self.failures))
+        leaving = TrainingInterruptedError.__name__
+        in_a_row = itertools.takewhile(lambda e: e.error_type == leaving, reversed(self.failures))
         number = len(list(in_a_row))
         return min(_LEAVING_PAUSE * 2 ** (number - 1), _LONGEST_PAUSE) if number else 0.0
 

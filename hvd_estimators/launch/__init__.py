@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.local_backend import LocalBackend
     from hvd_estimators.launch.service.events import (
         Event,
+        RankEpoch,
         RankMessage,
         RankOutput,
         RankProgress,
@@ -27,6 +28,7 @@ __all__ = [
     "Event",
     "HorovodRunner",
     "LocalBackend",
+    "RankEpoch",
     "RankMessage",
     "RankOutput",
     "RankProgress",
@@ -44,7 +46,7 @@ __getattr__, __dir__ = lazy_names(
         **dict.fromkeys(("Backend", "as_backend"), "hvd_estimators.launch.backend"),
         "LocalBackend": "hvd_estimators.launch.local_backend",
         **dict.fromkeys(
-            ("Event", "RankMessage", "RankOutput", "RankProgress", "log_to_driver"),
+            ("Event", "RankEpoch", "RankMessage", "RankOutput", "RankProgress", "log_to_driver"),
             "hvd_estimators.launch.service.events",
         ),
         "SparkBackend": "hvd_estimators.launch.spark_backend",

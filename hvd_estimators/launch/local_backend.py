@@ -161,7 +161,7 @@ class LocalBackend(Backend):
         env: Mapping[str, str | None],
         *of_rank: Mapping[str, str | None],
     ) -> dict[str, str]:
-        threads = max((os.cpu_count() or 1) // self._num_proc, 1)
+        threads = max(available_cores() // self._num_proc, 1)
         return child_environment(
             {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **local_environment(os.environ)},
             {"PYTHONPATH": python_path(sys.path)},

@@ -11,6 +11,12 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 
+_OF_HOROVOD = (
+    *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
+    "HOROVOD_HOSTNAME",
+)
+"""Variables by which Horovod's launcher makes a process a rank."""
+
 
 def call_of(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -77,7 +83,7 @@ def environment_given(env: Any) -> dict[str, str | None]:
             "env: expected a dict of environment variables by their names, such as "
             f"{{'OMP_NUM_THREADS': '1'}}, found {env!r}."
         )
-    for name in IDENTITY_VARIABLES:
+    for name in (*IDENTITY_VARIABLES, *_OF_HOROVOD):
         if env.get(name) is not None:
             raise ParamError(
                 f"env: {name} differs between ranks and is set for each of them; found "

@@ -212,11 +212,8 @@ class FilesystemStore(Store):
             options.setdefault("account_name", host.partition(".")[0])
         return options
 
-    def _is_memory(self) -> bool:
-        return self.folder.startswith("memory:")
-
     def _check_shared(self) -> None:
-        if self._is_memory():
+        if self.folder.startswith("memory:"):
             raise ParamError(
                 f"store: found {self.folder!r}, which is in the memory of this process alone: "
                 "neither Spark nor the ranks see it. Set a prefix on storage that the driver and "

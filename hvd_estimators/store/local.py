@@ -128,7 +128,12 @@ class LocalStore(Store):
                     raise
                 # Readers may see the file before it has its content.
                 with open(path, "xb") as file:
-                    file.write(content)
+                    try:
+                        file.write(content)
+                        file.flush()
+                    except OSError:
+                        os.unlink(path)
+                        raise
 
 
 @contextlib.contextmanager

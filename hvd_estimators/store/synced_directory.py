@@ -36,7 +36,7 @@ _FILES_WITH_PATHS = ("meta.yaml",)
 
 
 class SyncedDirectory:
-    """A run's directory for libraries that write local files. Runs on a rank.
+    """A run's directory for libraries that write local files. Runs on a rank or on the driver.
 
     Use it as a context manager. For a store on the local filesystem, it is the store's own
     directory. Otherwise, it uploads new and changed files, each as a whole file. Uploads happen on

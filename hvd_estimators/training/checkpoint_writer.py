@@ -236,6 +236,7 @@ class CheckpointWriter:
             write_manifest(self.store, info)
         stored[info.position] = info
         try:
+            self._check_fence()
             self._delete_others(stored, info)
         except OSError as error:
             logger.warning("Checkpoints that are not needed could not be deleted: %s", error)

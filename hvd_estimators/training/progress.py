@@ -103,7 +103,6 @@ class Progress:
         self._sender = EventSender() if rank == 0 else None
         self._verbose = spec.verbose
         self._stack = contextlib.ExitStack()
-        self._is_shown = spec.verbose > 0
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
         self._epoch = self._steps_before = 0
@@ -151,7 +150,7 @@ class Progress:
         this method after each step.
         """
         made_progress()
-        if self._sender is None or not self._is_shown:
+        if self._sender is None or self._verbose <= 0:
             return False
         return time.monotonic() - self._reported > _REPORT_SECONDS
 
@@ -199,7 +198,7 @@ class Progress:
         return (after - before) / max(seconds, 1e-9)
 
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
-        if self._sender is None or not self._is_shown:
+        if self._sender is None or self._verbose <= 0:
             return
         self._sender.send(
             RankProgress(

@@ -21,9 +21,6 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.launch.rank.output import shortened
 
-ABORTED = "aborted"
-"""Error type of a rank that was ended, or not started, because another rank failed."""
-
 # Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 
@@ -210,6 +207,6 @@ def _blame(outcome: RankOutcome) -> tuple[int, float]:
     The end of a peer only breaks collectives, so such errors are consequences. Of ranks with
     Horovod's error, the first one printed which rank the others waited for, if one stalled.
     """
-    consequences = {ABORTED: 3, "HorovodInternalError": 2, "CollectiveError": 2, "lost": 1}
+    consequences = {"aborted": 3, "HorovodInternalError": 2, "CollectiveError": 2, "lost": 1}
     level = consequences.get(outcome.error_type, 0)
     return level, outcome.rank if level == 2 else outcome.ended_at

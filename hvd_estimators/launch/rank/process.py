@@ -127,6 +127,8 @@ class RankProcess:
         self._on_called = on_called
 
     def __enter__(self) -> Self:
+        # The rank reads the call from it, and writes its outcome to it.
+        self._file = memory_file()
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._has_ended = False
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
@@ -136,8 +138,6 @@ class RankProcess:
         # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
-            # The rank reads the call from it, and writes its outcome to it.
-            self._file = memory_file()
             self._file.write(self._call)
             self._file.seek(0)
             self._start(reading)

@@ -160,8 +160,6 @@ def _supervise(
 
 def failure_of(outcome: RankOutcome) -> Failure:
     """Return a short description of a rank's failure for the other ranks."""
-    if outcome.lost is not None:
-        return Failure(outcome.rank, outcome.host, f"has lost its connection: {outcome.error}")
     # A traceback ends with the error.
     reason = (outcome.error.rstrip().splitlines() or [""])[-1]
     return Failure(outcome.rank, outcome.host, f"had failed ({reason[:200]})")

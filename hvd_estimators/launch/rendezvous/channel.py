@@ -408,7 +408,11 @@ class Listener:
                 # For example, too many files are open.
                 time.sleep(timeouts.LISTENER_PAUSE)
                 continue
-            threading.Thread(target=self._run, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(connection,), daemon=True).start()
+            except RuntimeError:  # too many threads run
+                self._end(connection)
+                time.sleep(timeouts.LISTENER_PAUSE)
 
     def _run(self, connection: socket.socket) -> None:
         try:
@@ -419,9 +423,12 @@ class Listener:
         except Exception:
             logger.exception("A message could not be answered")
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
 
 def _own_address(host: str) -> str:

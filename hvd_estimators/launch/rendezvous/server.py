@@ -301,7 +301,7 @@ class RendezvousServer:
                 message, body = channel.receive(silence, silence)
                 rank = message["rank"]
                 channel.send(*self.store.handle(message, body), seconds=silence)
-        except OSError as error:
+        except Exception as error:
             # A rank whose task has ended may still save its state, together with all others.
             if not isinstance(error, TimeoutError):
                 self._ended.wait(silence)

@@ -72,12 +72,12 @@ def check_machines(hosts: Sequence[Host], problems: Sequence[list[str] | None]) 
     GpuError
         If a task was assigned a GPU that its executor does not see.
     """
-    for task, (host, problem) in enumerate(zip(hosts, problems, strict=True)):
+    for host, problem in zip(hosts, problems, strict=True):
         if problem is not None:
             kind, text = problem
             if kind == GpuError.__name__:
                 raise GpuError(text)
-            raise DependencyError(f"Rank {task} on {host.name} {text}")
+            raise DependencyError(f"A task on {host.name} {text}")
 
 
 def gpu_variables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ class TaskOutput:
         # or nothing should be shown.
         is_shown = is_sent and self._driver.is_connected
         if not self._settings.one_machine or (self._settings.verbose > 0 and not is_shown):
-            sys.stderr.write(self._marked(lines))
+            # The disk of the executor's log may be full, and the driver still gets the lines.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(self._marked(lines))
 
     def report(self, stage: RankStage) -> None:
         """Report the rank's last stage, in another thread: the driver may read output slowly."""

@@ -98,7 +98,8 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
             f"reach the driver, whose memory it probably did not fit in. {LESS_RESULTS}"
         )
     for outcome in outcomes:
-        if outcome.error_type == ResultsError.__name__:
+        # An exception of the user's that has this name has a report.
+        if outcome.error_type == ResultsError.__name__ and outcome.report is None:
             raise ResultsError(outcome.error)
     return outcomes
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 from types import SimpleNamespace
 
 import psutil
@@ -218,6 +219,17 @@ def test_a_failed_allreduce_is_a_problem(machine):
     assert failed == told
     assert works.status is Status.OK
     assert works.found.endswith(" s with torch.distributed")
+
+
+def test_programs_that_do_not_answer_are_problems(machine, monkeypatch):
+    def hang(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    machine.output["nvidia-smi"] = "H100\n"
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    assert doctor._java().status is Status.PROBLEM
+    assert problems() == {"GPUs"}
+    assert row("GPUs").found == "nvidia-smi did not answer in 120 s"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_version_mismatch_names_the_machine_both_versions_and_a_remedy() -> No
     there = machine_problem(task(), replace(JOB, versions={**JOB.versions, "torch": "1.0"}))
 
     torch = JOB.versions["torch"]
-    found = rf"Rank 1 on b has torch {torch} where the driver has 1\.0\. Install .*archives"
+    found = rf"A task on b has torch {torch} where the driver has 1\.0\. Install .*archives"
     with pytest.raises(DependencyError, match=found) as raised:
         check("ab", here, there)
     # All tasks have the same error, which the driver raises.

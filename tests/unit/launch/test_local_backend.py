@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch import SparkBackend
+from hvd_estimators.launch import SparkBackend, local_backend
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank import supervisor
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
@@ -114,6 +114,13 @@ def test_an_unpatched_horovod_is_an_error_only_for_programs_that_use_it(monkeypa
     for call in (backend.check_horovod, functools.partial(backend.run, init)):
         with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
             call()
+
+
+def test_threads_of_ranks_share_the_cores_that_the_driver_may_use(monkeypatch):
+    monkeypatch.setattr(local_backend, "available_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = LocalBackend(2).run(lambda: os.environ["OMP_NUM_THREADS"])
+    assert threads == ["3", "3"]
 
 
 def test_ranks_get_torchruns_variables_but_not_those_of_the_drivers_launcher(monkeypatch):

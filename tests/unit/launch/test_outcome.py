@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import ResultsError
-from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.rank.outcome import ErrorReport, RankOutcome
 from hvd_estimators.launch.task.run import outcomes
 
 
@@ -35,6 +35,13 @@ def test_a_failed_rank_takes_precedence_over_a_missing_one() -> None:
     failed = RankOutcome(1, "b", None, "ValueError", "it broke")
 
     assert outcomes([row(failed)], 2) == [failed]
+
+
+def test_an_exception_of_the_user_with_that_name_is_the_ranks() -> None:
+    report = ErrorReport("ResultsError", "mine", "")
+    failed = RankOutcome(1, "b", None, "ResultsError", "mine", report=report)
+    document = {"outcome": pickle.dumps(vars(failed))}
+    assert outcomes([row(FIRST), document], 2) == [FIRST, failed]
 
 
 def test_a_result_too_large_to_send_is_an_error() -> None:

@@ -63,6 +63,36 @@ def test_other_tasks_learn_the_rank_host_and_cause_of_a_failure():
     assert failure == Failure(1, "host-1", "had failed (ValueError: no)")
 
 
+def test_a_message_that_cannot_be_handled_counts_as_the_loss_of_its_rank():
+    with served() as server, link_to(server.endpoints[0]) as link:
+        link.request("set", b"no number", **PLACE)
+        with pytest.raises(PeerLostError):
+            link.request("add", amount=1, **PLACE)
+        failure = eventually(server.store.failure)
+        assert (failure.rank, failure.lost) == (1, True)
+        server.store.handle({"kind": "done", "rank": 0})
+        server.store.wait_for_all()
+
+
+def test_a_listener_goes_on_after_threads_could_not_be_started(monkeypatch):
+    failed = threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith("(_run)") and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with served() as server:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection(server.endpoints[0], timeout=10) as refused:
+            assert refused.recv(1) == b""
+        assert failed.is_set()
+        with link_to(server.endpoints[0]) as link:
+            assert link.notify("alive")
+
+
 def test_the_server_listens_only_on_demand_and_at_one_address():
     with RendezvousServer(SECRET, ["127.0.0.1", "127.0.0.2"], PATIENCE) as server:
         for endpoint in server.endpoints:

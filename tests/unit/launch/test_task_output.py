@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -26,6 +27,29 @@ def test_an_executors_log_has_all_lines(capsys: pytest.CaptureFixture[str]) -> N
             rank.handle("", [f"line {number:02}\n"])
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"[3] line {number:02}" for number in range(50)]
+
+
+def test_a_full_disk_of_the_executors_log_does_not_end_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[Any] = []
+    with DriverService("127.0.0.1") as service, receive_events(service, received.append):
+        driver = EventSender(service.address)
+        with (
+            open("/dev/full", "w", buffering=1) as full,
+            TaskOutput(3, job(streams=("",)), driver) as rank,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr("sys.stderr", full)
+            with pytest.raises(OSError, match="No space left"):
+                print("the fault", file=full)
+            for line in ("one\n", "two\n"):
+                rank.handle("", [line])
+            patch.undo()
+            with contextlib.suppress(OSError):
+                full.close()
+        driver.close()
+    assert received == [RankOutput(3, "one\n"), RankOutput(3, "two\n")]
 
 
 def test_lines_and_the_last_stage_share_a_connection() -> None:

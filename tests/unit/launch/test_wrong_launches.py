@@ -41,6 +41,7 @@ def runner(name: str, remedy: str, **options: Any) -> Wrong:
 LAUNCHES: dict[str, Wrong] = {
     "LocalBackend: text": local("num_proc", "expected a whole number", "2"),
     "LocalBackend: env": local("env", "by their names", env=5),
+    "LocalBackend: env of a rank": local("env", "for all ranks", env={"HOROVOD_RANK": "0"}),
     "LocalBackend: stdout": local("stdout", r"open\(path, 'w'\)", stdout="log"),
     "SparkBackend: start_timeout": spark("start_timeout", "seconds", start_timeout="long"),
     "SparkBackend: nics": spark("nics", "the name of a network interface", nics=5),

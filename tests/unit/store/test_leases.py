@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -199,6 +201,25 @@ def test_exclusive_creation_works_without_hard_links(
     assert not store.write_new(path, "3")
     assert store.read(path).decode() == "größe"
     assert os.listdir(f"{store.prefix_path}/new") == ["file"]
+
+
+def test_a_file_that_could_not_be_written_without_hard_links_is_deleted(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{store.prefix_path}/new/file"
+    with monkeypatch.context() as patch:
+
+        def fill_disk(*_: Any) -> None:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+            no_links()
+
+        patch.setattr(os, "link", fill_disk)
+        with contextlib.ExitStack() as stack, pytest.raises(OSError, match="File too large"):
+            store._create(path, b"1")
+    assert os.listdir(f"{store.prefix_path}/new") == []
+    assert store.write_new(path, "2")
 
 
 def test_a_second_thread_is_rejected_before_the_first_heartbeat(
