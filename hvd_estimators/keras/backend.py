@@ -56,6 +56,20 @@ else:
     # cloudpickle sends it with functions that use both torch and ``ops``, such as Keras's.
     copyreg.pickle(type(torch.ops), lambda module: (getattr, (torch, "ops")))
 
+_CONFIG = ("floatx", "epsilon", "image_data_format")
+
+
+def config() -> dict[str, Any]:
+    """Return Keras's settings that layers and functions read when they are created or called."""
+    return {name: getattr(keras.config, name)() for name in _CONFIG}
+
+
+def configure(settings: Mapping[str, Any]) -> None:
+    """Apply the settings that `config` returned."""
+    for name, value in settings.items():
+        getattr(keras.config, f"set_{name}")(value)
+
+
 CPU = "cpu:0" if on_tensorflow() else "cpu"
 """Name of the CPU for `keras.device`. With another name, torch's parameters would be copies."""
 

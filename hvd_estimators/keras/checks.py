@@ -36,6 +36,18 @@ def check_model(settings: KerasSettings) -> None:
         raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
 
 
+def _check_loss_names(settings: KerasSettings) -> None:
+    with keras.saving.custom_object_scope(settings.custom_objects):
+        for name in keras.tree.flatten(settings.loss):
+            try:
+                keras.losses.get(name if isinstance(name, str) else None)
+            except ValueError:
+                raise ParamError(
+                    f"loss: Keras has no loss {name!r}. Set one of keras.losses, such as 'mse', or "
+                    "give a function with this name in custom_objects."
+                ) from None
+
+
 def check_params(settings: KerasSettings) -> None:
     """Check model, optimizer, loss, metrics, callbacks and labels together."""
     if not settings.label_cols:
@@ -52,6 +64,7 @@ def check_params(settings: KerasSettings) -> None:
         _check_own_compile(settings)
     else:
         settings.optimizer_object()
+    _check_loss_names(settings)
     has_way = settings.loss is not None or has_loss(model) or has_own_step(model)
     if not has_way and not may_add_loss(model):
         raise ParamError(NO_LOSS)

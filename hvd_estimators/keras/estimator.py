@@ -159,6 +159,7 @@ class KerasEstimator(KerasEstimatorSignatures):
             )
         )
         fitted._set(_input_keys=input_keys(model, spec.tensors.inputs), _labels=spec.tensors.labels)
+        fitted._set(_keras_config=spec.config)
         if spec.collated is not None:
             fitted._set(_batch_names=list(spec.collated.names.features))
         return fitted

@@ -18,7 +18,14 @@ from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.keras.backend import CPU, kept_random_state, on_tensorflow, traced
+from hvd_estimators.keras.backend import (
+    CPU,
+    config,
+    configure,
+    kept_random_state,
+    on_tensorflow,
+    traced,
+)
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
 from hvd_estimators.keras.predictor import choose_device
@@ -104,7 +111,7 @@ def load_evaluator(
     *,
     compiled: bytes,
     tensors: TensorSpec,
-    floatx: str,
+    settings: Mapping[str, Any],
 ) -> EvaluationSteps:
     """Load the evaluator of a compiled model in a Python worker.
 
@@ -114,11 +121,11 @@ def load_evaluator(
         See `EvaluationSteps`.
     resources : Resources
         Threads and GPU.
-    floatx : str
-        Keras's float type during training.
+    settings : dict
+        Keras's settings during training.
     """
     device = choose_device(resources)
-    keras.config.set_floatx(floatx)
+    configure(settings)
     return EvaluationSteps(document, compiled, tensors, device)
 
 
@@ -151,13 +158,13 @@ def combine(
     *,
     compiled: bytes,
     tensors: TensorSpec,
-    floatx: str,
+    settings: Mapping[str, Any],
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of rows and the values by name, given the states of all partitions."""
     measured = [state for state in states if state[0]]
     if not measured:
         return 0, {}
-    with kept_random_state(), _using_floatx(floatx):
+    with kept_random_state(), _using(settings):
         steps = EvaluationSteps(document, compiled, tensors)
         # The row builds the metrics, which have names only then.
         steps.reset(measured[0][1])
@@ -172,10 +179,10 @@ def combine(
 
 
 @contextlib.contextmanager
-def _using_floatx(floatx: str) -> Iterator[None]:
-    before = keras.config.floatx()
-    keras.config.set_floatx(floatx)
+def _using(settings: Mapping[str, Any]) -> Iterator[None]:
+    before = config()
+    configure(settings)
     try:
         yield
     finally:
-        keras.config.set_floatx(before)
+        configure(before)

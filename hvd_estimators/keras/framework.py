@@ -20,6 +20,7 @@ from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.keras.backend import (
     all_layers,
+    config,
     has_own_step,
     kept_random_state,
     learning_rates,
@@ -214,7 +215,7 @@ class KerasFramework(Framework):
             model=ModelPayload(trial.dry_run.model, settings.custom_objects),
             tensors=trial.dry_run.tensors,
             checkpoint_callback=settings.checkpoint_callback,
-            floatx=keras.config.floatx(),
+            config=config(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             collectives=self.collectives,
             collated=trial.collated,

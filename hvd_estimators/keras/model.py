@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 
@@ -14,7 +14,13 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import symbolic
-from hvd_estimators.keras.predictor import KerasPredictor, inputs_of, of_labels, predictor_settings
+from hvd_estimators.keras.predictor import (
+    KerasPredictor,
+    config_of,
+    inputs_of,
+    of_labels,
+    predictor_settings,
+)
 from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
 from hvd_estimators.keras.tensors import TensorSpec, text_columns
 from hvd_estimators.model import HorovodModel
@@ -63,11 +69,21 @@ class KerasModel(KerasModelSignatures):
         "Names of the inputs in batches that collate_fn or padding makes; None without these."
     )
     _floatx = param("Keras's float type during training.", default="float32")
+    _keras_config = param("Keras's other settings during training. Default: the present ones.")
 
     def _get_floatx(self) -> str:
         """Return ``_floatx``, like the models of ``horovod.spark``."""
         floatx: str = self.getOrDefault("_floatx")
         return floatx
+
+    def setModel(self, value: Any) -> Self:
+        """Set ``model``, whose outputs replace those of the model before, if it defines them."""
+        self._set(model=value)
+        if isinstance(value, keras.Model) and symbolic(value, "output") is not None:
+            self.clear(self.output_shapes)
+            if not self.getOrDefault("label_columns") and self.getOrDefault("outputs") is None:
+                self._set(output_shapes=self._output_shapes())
+        return self
 
     def export(
         self,
@@ -132,7 +148,7 @@ class KerasModel(KerasModelSignatures):
 
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
         get = self.getOrDefault
-        model, custom_objects, floatx = get("model"), get("custom_objects"), get("_floatx")
+        model, custom_objects = get("model"), get("custom_objects")
         if model is None or not model.compiled:
             raise ParamError(
                 "model: expected a compiled model, whose loss and metrics evaluate() computes, "
@@ -144,7 +160,11 @@ class KerasModel(KerasModelSignatures):
             arguments["jit_compile"] = False
         compiled, document = dump(arguments, custom_objects), model_payload(model, custom_objects)
 
-        settings: dict[str, Any] = {"compiled": compiled, "tensors": tensors, "floatx": floatx}
+        settings: dict[str, Any] = {
+            "compiled": compiled,
+            "tensors": tensors,
+            "settings": config_of(get),
+        }
         return (
             document,
             functools.partial(load_evaluator, **settings),

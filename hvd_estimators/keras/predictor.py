@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
-from hvd_estimators.keras.backend import CPU, all_layers, on_tensorflow
+from hvd_estimators.keras.backend import CPU, all_layers, config, configure, on_tensorflow
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load, load_model
@@ -110,8 +110,8 @@ class KerasPredictor(FrameworkPredictor):
         The model's inputs.
     columns, labels : list of str
         Names of the inputs, and label columns.
-    floatx : str
-        Keras's float type while the model was trained.
+    settings : dict
+        Keras's settings while the model was trained.
     compares : bool
         Whether training required that labels pair with outputs.
     selection : sequence of (int or str) or None
@@ -128,7 +128,7 @@ class KerasPredictor(FrameworkPredictor):
         structure: Any,
         columns: Sequence[str],
         labels: list[str],
-        floatx: str,
+        settings: Mapping[str, Any],
         compares: bool,
         selection: Sequence[int | str] | None,
         precision: str,
@@ -136,7 +136,7 @@ class KerasPredictor(FrameworkPredictor):
         super().__init__(columns)
         self._device = choose_device(resources)
         self.overlaps = self._device != CPU
-        keras.config.set_floatx(floatx)
+        configure(settings)
         if isinstance(document, keras.Model):
             self._model = document
         else:
@@ -212,13 +212,19 @@ def _input_names(get: Callable[[str], Any]) -> Sequence[str]:
     return InputColumns.of(get("feature_columns") or []).names if names is None else names
 
 
+def config_of(get: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the settings that Keras had when a model was trained; else its present ones."""
+    given = get("_keras_config") or {}
+    return {**config(), **given, "floatx": get("_floatx") or "float32"}
+
+
 def predictor_settings(model: keras.Model, get: Callable[[str], Any]) -> dict[str, Any]:
     """Return arguments of `KerasPredictor`; see `inputs_of` and `pairs_labels`."""
     return {
         "structure": inputs_of(model, get),
         "columns": _input_names(get),
         "labels": list(get("label_columns") or []),
-        "floatx": get("_floatx") or "float32",
+        "settings": config_of(get),
         "compares": pairs_labels(model),
         "selection": get("outputs"),
         "precision": get("inference_precision") or "float32",
@@ -263,7 +269,7 @@ def _as_numbers(output: Any) -> Array:
 
 def load_saved(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
     """Return the predictor of a saved model, and its features that may be text."""
-    keras.config.set_floatx(saved.get("_floatx") or "float32")
+    configure(config_of(saved.get))
     with keras.device(choose_device(resources)):
         model = load(saved.read("model"))
     # Its state takes twice the memory of the weights.

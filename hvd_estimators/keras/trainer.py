@@ -13,6 +13,7 @@ import keras
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras.backend import (
+    configure,
     has_own_step,
     has_own_test_step,
     model_optimizers,
@@ -66,8 +67,8 @@ class KerasTrainSpec(TrainSpec):
         Conversion of columns to tensors.
     checkpoint_callback : keras.callbacks.ModelCheckpoint or None
         Decides which model is returned; None for the last model.
-    floatx : str
-        Keras's float type.
+    config : dict
+        Keras's settings on the driver, see `hvd_estimators.keras.backend.config`.
     dtype_policy : object
         Keras's global dtype policy, serialized.
     prefetch : int
@@ -81,7 +82,7 @@ class KerasTrainSpec(TrainSpec):
     model: ModelPayload
     tensors: TensorSpec
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
-    floatx: str
+    config: dict[str, Any]
     dtype_policy: Any
     prefetch: int
     collectives: str
@@ -100,7 +101,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu),
         choose_devices(spec.use_gpu, spec.verbose),
     ):
-        keras.config.set_floatx(spec.floatx)
+        configure(spec.config)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
         set_random_seed(spec.data.random_seed)
         with tempfile.TemporaryDirectory() as directory:

@@ -160,7 +160,7 @@ def try_step(
 
     try:
         with torch_traceless():
-            run(trial, batch)
+            output = run(trial, batch)
     except Exception as error:
         needs_hooks = any(is_overridden(hook, module) for hook in _PREPARING_HOOKS)
         if needs_hooks or any(word in str(error) for word in ("Trainer", "trainer")):
@@ -174,14 +174,22 @@ def try_step(
             "as {'label': 'int64'}) if it expects other dtypes."
         )
         if isinstance(batch, dict):
+            first, *_, last = [*batch, *batch]
             advice += (
                 " The batch is a dict of column name to tensor, and no tuple: x, y = "
-                "batch['features'], batch['label']"
+                f"batch[{first!r}], batch[{last!r}]."
             )
         raise ShapeError(
             f"The module's training_step failed on a batch of {_described(batch)} with "
             f"{type(error).__name__}: {error}. {advice}"
         ) from error
+
+    is_known = isinstance(output, Mapping) and module.automatic_optimization
+    if is_known and not output.keys() & {"loss", "denominator"}:
+        raise ParamError(
+            f"model: expected a loss, or a dict with the key 'loss', from training_step, found the "
+            f"keys {', '.join(map(repr, output))}. Return the loss under 'loss'."
+        )
 
     def losses_of(part: slice) -> list[float | None]:
         output = run(trial, precision.convert_input(batch_of(part)))

@@ -70,20 +70,24 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
 def _part(metric: Any, rows: int) -> tuple[torch.Tensor, Any]:
     """Return a value of this rank and its weight, for the other ranks."""
     value = metric.value.detach().cpu().double()
-    if not metric.meta.on_epoch:
-        return value * rows, rows
-    return value, metric.cumulated_batch_size.item() if metric.meta.is_mean_reduction else 1
+    if not metric.meta.is_mean_reduction:
+        return value, 1
+    if metric.meta.on_epoch:
+        return value, metric.cumulated_batch_size.item()
+    return value * rows, rows
 
 
 def _combined(meta: Any, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
     values = torch.stack([value for value, _ in parts])
-    if meta.on_epoch and meta.is_max_reduction:
+    if meta.is_max_reduction:
         return values.amax(dim=0)
-    if meta.on_epoch and meta.is_min_reduction:
+    if meta.is_min_reduction:
         return values.amin(dim=0)
     total = values.sum(dim=0)
-    is_mean = meta.is_mean_reduction or not meta.on_epoch
-    return total / sum(weight for _, weight in parts) if is_mean else total
+    if meta.is_mean_reduction:
+        return total / sum(weight for _, weight in parts)
+    # With sync_dist, the value of a step is the sum over the ranks already.
+    return values[0] if meta.sync.should and not meta.on_epoch else total
 
 
 def names_of(results: Any) -> set[str]:

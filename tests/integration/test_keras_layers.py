@@ -14,6 +14,7 @@ from keras_reference import assert_same_weights, pooled_estimator, train_alone
 from reference import global_batches, write_rows
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import config, configure
 
 pytestmark = pytest.mark.integration
 
@@ -117,6 +118,63 @@ def bfloat16() -> Iterator[None]:
     keras.config.set_dtype_policy("bfloat16")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+class Pooled(keras.Model):
+    """Model whose pooling and loss depend on Keras's settings at construction and calls."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.pool = keras.layers.GlobalAveragePooling1D()
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.pool(keras.ops.reshape(x, (-1, 2, 2))))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def settings() -> Iterator[dict[str, Any]]:
+    before = config()
+    configure({"epsilon": 2.0, "image_data_format": "channels_first"})
+    yield before
+    configure(before)
+
+
+def test_keras_settings_are_those_of_the_driver_everywhere(store: Any, settings: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+
+    def net() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        model = Pooled()
+        model(np.zeros((1, 4)))
+        return model
+
+    loss, rate = "mean_absolute_percentage_error", 0.01
+    estimator = pooled_estimator(
+        *(store, 2), model=net(), optimizer=keras.optimizers.SGD(rate), loss=loss, batch_size=8
+    )
+    fitted = estimator.fit_on_parquet()
+    alone = net()
+    alone.compile(keras.optimizers.SGD(rate), loss)
+    for _ in range(estimator.getEpochs()):
+        for rows in global_batches(64, 2, 8):
+            alone.train_on_batch(columns["features"][rows], columns["label"][rows, None])
+    assert_same_weights(fitted.getModel(), alone)
+    expected = alone.predict(columns["features"], verbose=0)
+    of_loss = alone.evaluate(columns["features"], columns["label"][:, None], verbose=0)
+    document, load = fitted._make_predictor()
+    evaluated, load_evaluator, combine = fitted._make_evaluator()
+    # Like a worker of Spark.
+    configure(settings)
+    (outputs,) = load(document)([columns["features"]])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+    sums = load_evaluator(evaluated).start()
+    sums.add(columns)
+    _, values = combine([sums.state()])
+    assert values["loss"] == pytest.approx(of_loss, rel=1e-4)
 
 
 def test_a_bfloat16_model_trains_as_one_process(store: Any, bfloat16: None) -> None:

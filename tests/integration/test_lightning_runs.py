@@ -12,6 +12,7 @@ from backends import InProcessBackend
 from lightning_reference import Regression, fit
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
+from rank_pool import shared_ranks
 from reference import (
     OPTIMIZERS,
     WIDTH,
@@ -102,6 +103,30 @@ def test_horovods_estimator_calls_and_keeps_hooks_of_lightning_1(backend: Any, s
     order = ["validation_epoch_end", "training_epoch_end", "on_train_epoch_end"]
     assert model.getModel().calls == 2 * order
     assert callable(model.getModel().validation_epoch_end)
+
+
+class LogsSteps(Regression):
+    """Module that logs numbers of each step's rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = len(batch["label"])
+        self.log("rows", float(rows), reduce_fx="sum")
+        self.log("all_rows", float(rows), reduce_fx="sum", sync_dist=True)
+        self.log("most", batch["label"].max(), reduce_fx="max")
+        self.log("mean", batch["label"].mean())
+        return super().training_step(batch, batch_idx)
+
+
+def test_values_of_a_step_are_reduced_as_stated(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 36)
+    for ranks in (1, 2):
+        params = {"model": LogsSteps(), "batch_size": 36 // ranks, "epochs": 1}
+        model = fit(shared_ranks(ranks), store, **params)
+        (found,) = model.getHistory()
+        logged = found["train"]
+        assert (logged["rows"], logged["all_rows"]) == (36, 36)
+        assert logged["most"] == pytest.approx(columns["label"].max())
+        assert logged["mean"] == pytest.approx(columns["label"].mean(), abs=1e-6)
 
 
 class Configured(Regression):

@@ -385,8 +385,11 @@ def test_an_optimizer_with_a_state_continues_on_parts(store: Any) -> None:
 class Halving:
     """Callback that halves the learning rate."""
 
-    def on_epoch_end(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
+    def on_train_begin(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        for group in self.optimizer.param_groups:
             group["lr"] /= 2
 
 

@@ -306,3 +306,11 @@ def test_models_without_a_call_fail_in_prediction_with_a_clear_error() -> None:
     ):
         model._output_shapes()
     assert model.setModel(model.getModel().part)._output_shapes() == [(1,)]
+    # The shapes of a fit were those of the whole model.
+    fitted = KerasModel(
+        model=Trainer(), feature_columns=["x"], label_columns=[], output_shapes=[[2]]
+    )
+    x = keras.Input((2,))
+    fitted.setModel(keras.Model(x, [keras.layers.Dense(3)(x), keras.layers.Dense(1)(x)]))
+    assert fitted._output_shapes() == [(3,), (1,)]
+    assert fitted.getOutputCols() == ["output_0", "output_1"]

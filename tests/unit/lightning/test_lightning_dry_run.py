@@ -57,6 +57,22 @@ class Returning(Plain):
         return loss
 
 
+def test_a_dict_without_a_loss_is_an_error() -> None:
+    batch = {"x": torch.zeros(3, 2), "y": torch.zeros(3, 3)}
+    returning = Returning(lambda output, y: {"Loss": output.mean(), "loss": output.mean()})
+    try_step(returning, 3, parts_of(batch))
+
+    class Misspelled(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"Loss": self(batch["x"]).mean()}
+
+    with pytest.raises(ParamError, match=r"^model: .* found the keys 'Loss'"):
+        try_step(Misspelled(), 3, parts_of(batch))
+    manual = Misspelled()
+    manual.automatic_optimization = False
+    try_step(manual, 3, parts_of(batch))
+
+
 CLASS_WEIGHT = torch.tensor([0.1, 1.0, 9.0])
 
 

@@ -251,7 +251,7 @@ KERAS = {
     "two labels": keras_row("label_cols", "Set one label", ShapeError, label_cols=["y", "w"]),
     "optimizer": keras_row("optimizer", "expected a Keras optimizer", optimizer="sgdd"),
     "optimizer: none": keras_row("optimizer", "Set optimizer", optimizer=None),
-    "loss: unknown": keras_row("loss", "(?s)msee.*Set label_cols", ShapeError, loss="msee"),
+    "loss: unknown": keras_row("loss", "msee.*Set one of keras.losses", loss="msee"),
     "loss: none": keras_row("loss", "Set loss", loss=None),
     "loss: no label": keras_row("loss", "The label columns are 'y'", loss={"z": "mse"}),
     "metrics: unknown": keras_row(

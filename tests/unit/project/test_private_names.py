@@ -35,7 +35,13 @@ SHARED = {
     *("_declarations", "_defaults", "_load_params", "_metadata", "_store_value", "_values"),
     *("_check_other_names", "_is_given", "_names_as_set"),  # of declared params
     *("_create_model", "_get_or_create_backend"),  # hooks of horovod.spark
-    *("_batch_names", "_floatx", "_input_keys", "_upstream_names"),  # params of saved models
+    *(
+        "_batch_names",
+        "_floatx",
+        "_input_keys",
+        "_keras_config",
+        "_upstream_names",
+    ),  # params of saved models
     *("_from", "_hidden", "_is_row"),  # columns of `transform`
     "_loss",  # a loss in Lightning's loggers
     *("_PYTORCH", "_TENSORFLOW"),  # suffixes of Horovod's environment variables
