@@ -56,6 +56,7 @@ _IMPORTED = {"Petastorm": "petastorm.reader", "torch": "torch", "TensorFlow": "t
 
 _TORCH = "torch.distributed"
 _SECONDS = 120.0
+_KILL_SECONDS = 5.0
 
 _JAVA_COMMAND = "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to an installed Java"
 
@@ -200,12 +201,8 @@ def _java() -> Row:
     java = shutil.which("java", path=os.path.join(home, "bin") if home else None)
     found = "none"
     if java is not None:
-        found = "unknown"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command = [java, "-version"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-            if match := re.search(r'version "([^"]+)"', done.stderr + done.stdout):
-                found = match.group(1)
+        match = re.search(r'version "([^"]+)"', _output_of(java, "-version") or "")
+        found = match.group(1) if match else "unknown"
     pyspark = Version(installed_version(*_REQUIRED[0][2]) or "3.5")
     known = _JAVA_FOR_PYSPARK.get(pyspark.major, _JAVA_FOR_PYSPARK[max(_JAVA_FOR_PYSPARK)])
     # Java 8 is 1.8, and a preview is 21-ea.
@@ -216,15 +213,13 @@ def _java() -> Row:
 
 
 def _gpus(versions: Mapping[str, str]) -> Row:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = []
-    if shutil.which(command[0]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            found = f"{command[0]} did not answer in {_SECONDS:.0f} s"
+    if shutil.which("nvidia-smi"):
+        output = _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        if output is None:
+            found = f"nvidia-smi did not answer in {_SECONDS:.0f} s"
             return Row("GPUs", found, Status.PROBLEM, "restart the machine or its GPU driver")
-        names = done.stdout.splitlines() if done.returncode == 0 else []
+        names = output.splitlines()
     if not names:
         return Row("GPUs", "none; training runs on CPUs", Status.ABSENT)
     found = ", ".join(names)
@@ -256,6 +251,22 @@ def _allreduce(rows: Sequence[Row]) -> Iterator[Row]:
         yield Row("Allreduce", f"two processes in {seconds:.1f} s with {module}")
 
 
+def _output_of(*command: str, seconds: float = _SECONDS) -> str | None:
+    """Return a program's output; empty if it fails, and None if it does not end in time."""
+    with TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # It is not awaited: a process that waits for a broken device cannot be killed.
+            process.kill()
+            return None
+        output.seek(0)
+        return "" if status else output.read()
+
+
 def run_python(code: str, *, seconds: float, what: str = "process") -> str:
     """Run a Python program and return the last line of its output.
 
@@ -285,7 +296,9 @@ def run_python(code: str, *, seconds: float, what: str = "process") -> str:
             # It may have started others.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # A process that waits for a broken device cannot be killed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_SECONDS)
         if status:
             raise ProbeError(f"{what} failed: {_last_line(errors) or f'exit status {status}'}")
         return _last_line(output)

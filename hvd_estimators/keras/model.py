@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import keras
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import symbolic
@@ -69,7 +70,7 @@ class KerasModel(KerasModelSignatures):
         "Names of the inputs in batches that collate_fn or padding makes; None without these."
     )
     _floatx = param("Keras's float type during training.", default="float32")
-    _keras_config = param("Keras's other settings during training. Default: the present ones.")
+    _keras_config = param("Keras's settings during training. Default: the present ones.")
 
     def _get_floatx(self) -> str:
         """Return ``_floatx``, like the models of ``horovod.spark``."""
@@ -78,11 +79,14 @@ class KerasModel(KerasModelSignatures):
 
     def setModel(self, value: Any) -> Self:
         """Set ``model``, whose outputs replace those of the model before, if it defines them."""
+        before = [tuple(shape) for shape in self.getOrDefault("output_shapes") or []]
         self._set(model=value)
         if isinstance(value, keras.Model) and symbolic(value, "output") is not None:
             self.clear(self.output_shapes)
-            if not self.getOrDefault("label_columns") and self.getOrDefault("outputs") is None:
+            with contextlib.suppress(ShapeError):  # outputs and labels that do not pair yet
                 self._set(output_shapes=self._output_shapes())
+            if self.getOrDefault("output_shapes") != before:
+                self._setDefault(outputs_are=None, predictionCol=None)
         return self
 
     def export(

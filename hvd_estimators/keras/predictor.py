@@ -136,6 +136,7 @@ class KerasPredictor(FrameworkPredictor):
         super().__init__(columns)
         self._device = choose_device(resources)
         self.overlaps = self._device != CPU
+        self._settings = settings
         configure(settings)
         if isinstance(document, keras.Model):
             self._model = document
@@ -168,6 +169,8 @@ class KerasPredictor(FrameworkPredictor):
 
     def _start(self, inputs: list[Any]) -> Callable[[], list[Array]]:
         given = dict(zip(self._columns, inputs, strict=True))
+        # Another predictor may have been loaded since.
+        configure(self._settings)
         with keras.device(self._device):
             x = alike(keras.tree.map_structure(lambda f: given[f.column], self._structure))
             if self.overlaps:

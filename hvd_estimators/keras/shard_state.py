@@ -11,7 +11,7 @@ import numpy as np
 # There is no public access to the generator that keras.random uses when no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
-from hvd_estimators.keras.backend import all_layers, on_tensorflow, torch_layers
+from hvd_estimators.keras.backend import all_layers, is_keras, on_tensorflow, torch_layers
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
 
@@ -182,7 +182,8 @@ class VariableState:
         frozen = {
             id(variable)
             for layer in all_layers(model)
-            if not layer.trainable or getattr(layer, "lora_enabled", False)
+            if not layer.trainable
+            or (is_keras(type(layer)) and getattr(layer, "lora_enabled", False))
             for variable in layer.variables
         }
         self.variables = [

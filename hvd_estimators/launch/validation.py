@@ -12,8 +12,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 
 _OF_HOROVOD = (
-    *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
-    "HOROVOD_HOSTNAME",
+    *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK", "HOROVOD_HOSTNAME"),
+    *("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE"),
 )
 """Variables by which Horovod's launcher makes a process a rank."""
 

@@ -384,7 +384,7 @@ def clear_prepared_data(
 ) -> list[PreparedDataset]:
     """Delete prepared datasets that are not in use. Runs on the driver.
 
-    This deletes the unused datasets of this application, and the datasets of applications that have
+    This deletes the store's unused datasets of this application, and of applications that have
     ended. On this machine, an application has ended if its process has. On other machines, it
     counts as ended after five minutes without a heartbeat; the interval of heartbeats is 30
     seconds. The data of running applications is kept.

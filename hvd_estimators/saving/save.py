@@ -154,6 +154,7 @@ class _Writer(MLWriter):
         folder.write(f"{_METADATA}/{file_name}", f"{json.dumps(metadata)}\n".encode())
         for name, file in extra.items():
             folder.write(name, file)
+            file.close()
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)

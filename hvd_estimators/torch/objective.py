@@ -167,9 +167,8 @@ class Objective:
             ]
             if others:
                 raise ParamError(
-                    f"loss_constructors: one needs {', '.join(others)}, which only training has, "
-                    f"found no default. evaluate() passes {', '.join(offered)}. Give it a default, "
-                    "or set loss instead."
+                    f"loss_constructors: one needs {', '.join(others)}, and evaluate() passes "
+                    f"{', '.join(offered)}. Give it a default, or set loss instead."
                 )
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:

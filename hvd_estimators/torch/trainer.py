@@ -337,7 +337,9 @@ class _Trainer:
         objects.optimizer.state.clear()
         groups = objects.optimizer.param_groups, self.optimizer.param_groups
         for group, options in zip(*groups, strict=False):
-            group.update({name: value for name, value in options.items() if name != "params"})
+            params = group["params"]
+            group.clear()
+            group.update({**options, "params": params})
         return module_file({"objects": (objects.module, objects.optimizer, objects.returned)})
 
     def _run_epoch(self, epoch: int, batches: StepBatches, data: DataModule) -> EpochMetrics:

@@ -397,5 +397,10 @@ def test_the_returned_optimizer_has_the_rate_of_the_end(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
     params: dict[str, Any] = {"learning_rate": 0.08, "callbacks": [Halving()]}
     for sharding in ("full", "none"):
-        (group,) = fit(store, 2, Net(), sharding=sharding, **params).getOptimizer().param_groups
+        net = Net()
+        optimizer = OPTIMIZERS["adam"](net.parameters())
+        torch.optim.lr_scheduler.ConstantLR(optimizer)  # it leaves an initial rate
+        fitted = fit(store, 2, net, sharding=sharding, optimizer=optimizer, **params)
+        (group,) = fitted.getOptimizer().param_groups
         assert group["lr"] == 0.02
+        assert "initial_lr" not in group

@@ -131,13 +131,14 @@ class RankProcess:
         self._file = memory_file()
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._has_ended = False
-        self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
-        self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
+        self._directory = ""
         self._patience = 0.0
         reading, writing = os.pipe()
         # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
+            self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
+            self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
             self._file.write(self._call)
             self._file.seek(0)
             self._start(reading)

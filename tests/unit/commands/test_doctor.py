@@ -2,14 +2,20 @@
 
 import contextlib
 import json
-import subprocess
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from hvd_estimators.commands import doctor
-from hvd_estimators.commands.doctor import ProbeError, Row, Status, diagnose, run_python
+from hvd_estimators.commands.doctor import (
+    ProbeError,
+    Row,
+    Status,
+    _output_of,
+    diagnose,
+    run_python,
+)
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import REVISION, installed_revision
@@ -51,9 +57,8 @@ class Machine:
             if module in code:
                 raise ProbeError(error)
 
-    def run(self, command, **options):
-        output = self.output.get(command[0].rpartition("/")[2], "")
-        return SimpleNamespace(stdout=output, stderr="", returncode=0)
+    def output_of(self, *command):
+        return self.output.get(command[0].rpartition("/")[2], "")
 
     def which(self, program, path=None):
         return f"/bin/{program}" if program in self.output else None
@@ -68,7 +73,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(doctor, "installed_record", lambda: found.record)
     monkeypatch.setattr(doctor, "installed_horovod_spark", lambda: found.horovod_spark)
     monkeypatch.setattr(doctor, "cuda_of", lambda framework: found.torch_cuda)
-    monkeypatch.setattr(doctor.subprocess, "run", found.run)
+    monkeypatch.setattr(doctor, "_output_of", found.output_of)
     monkeypatch.setattr(doctor.shutil, "which", found.which)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     return found
@@ -222,11 +227,10 @@ def test_a_failed_allreduce_is_a_problem(machine):
 
 
 def test_programs_that_do_not_answer_are_problems(machine, monkeypatch):
-    def hang(command, *, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout)
-
+    assert _output_of("sleep", "60", seconds=0.1) is None
+    assert (_output_of("false"), _output_of("echo", "one")) == ("", "one\n")
     machine.output["nvidia-smi"] = "H100\n"
-    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    monkeypatch.setattr(doctor, "_output_of", lambda *command: None)
     assert doctor._java().status is Status.PROBLEM
     assert problems() == {"GPUs"}
     assert row("GPUs").found == "nvidia-smi did not answer in 120 s"

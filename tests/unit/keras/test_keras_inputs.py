@@ -314,3 +314,17 @@ def test_models_without_a_call_fail_in_prediction_with_a_clear_error() -> None:
     fitted.setModel(keras.Model(x, [keras.layers.Dense(3)(x), keras.layers.Dense(1)(x)]))
     assert fitted._output_shapes() == [(3,), (1,)]
     assert fitted.getOutputCols() == ["output_0", "output_1"]
+
+
+def test_another_model_keeps_the_kind_of_the_outputs_if_it_has_the_same() -> None:
+    def net(outputs: int) -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs)])
+
+    fitted = KerasModel(
+        model=net(3), feature_columns=["x"], label_columns=["y"], output_shapes=[(3,)]
+    )
+    fitted._setDefault(outputs_are="logits", predictionCol="prediction")
+    assert fitted.setModel(net(3)).numClasses == 3
+    assert fitted.getPredictionCol() == "prediction"
+    assert fitted.setModel(net(2)).numClasses is None
+    assert (fitted.getPredictionCol(), fitted._output_shapes()) == (None, [(2,)])

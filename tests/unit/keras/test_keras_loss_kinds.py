@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.checks import _check_loss_names
 from hvd_estimators.keras.losses import check_loss, kind_of_outputs
 from hvd_estimators.keras.outputs import Outputs
 
@@ -117,3 +119,11 @@ def compare(loss: Any, rows: int, weights: Any = None) -> None:
     model.compile("sgd", loss)
     outputs = keras.ops.convert_to_tensor(outputs)
     check_loss(model, Outputs.of(model, outputs, ["label"], None), x, outputs, label, weights)
+
+
+def test_names_of_losses_are_checked_by_the_driver() -> None:
+    known: Any = SimpleNamespace(loss={"a": "ce", "b": "CrossEntropy", "c": "mse", "d": None})
+    _check_loss_names(known)
+    unknown: Any = SimpleNamespace(loss=["mse", "mse2"])
+    with pytest.raises(ParamError, match=r"^loss: Keras has no loss 'mse2'"):
+        _check_loss_names(unknown)
