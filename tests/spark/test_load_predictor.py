@@ -322,7 +322,7 @@ def test_no_rows_before_any_others_give_empty_columns(tmp_path: Path) -> None:
             self.linear = torch.nn.Linear(3, 2)
 
         def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.linear(batch[0] if isinstance(batch, (list, tuple)) else batch)
+            return self.linear(batch["x"])
 
     model = LightningModel(
         model=Stepping(),
