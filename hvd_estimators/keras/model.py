@@ -78,7 +78,7 @@ class KerasModel(KerasModelSignatures):
         return floatx
 
     def setModel(self, value: Any) -> Self:
-        """Set ``model``, whose outputs replace those of the model before, if it defines them."""
+        """Set ``model``; if it defines its outputs, they replace the earlier model's."""
         before = [tuple(shape) for shape in self.getOrDefault("output_shapes") or []]
         self._set(model=value)
         if isinstance(value, keras.Model) and symbolic(value, "output") is not None:

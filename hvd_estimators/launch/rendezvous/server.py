@@ -303,7 +303,7 @@ class RendezvousServer:
                 channel.send(*self.store.handle(message, body), seconds=silence)
         except Exception as error:
             # A rank whose task has ended may still save its state, together with all others.
-            if not isinstance(error, TimeoutError):
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._ended.wait(silence)
             self.store.lose(rank, self._why_silent)
             raise
