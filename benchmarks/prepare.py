@@ -2,7 +2,8 @@
 
 The plain write converts vectors to arrays of 32-bit floats, as `prepare_data` must. It writes as
 many files from as many tasks. It checks nothing, reads no footers and writes no manifest. Another
-one deals the rows to its files at random, as shuffling must.
+one deals the rows to its files at random, as shuffling must. All become faster for about ten turns,
+until the JVM has compiled the code of each.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def ways(frame: DataFrame, folder: Path) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    given = options(__doc__, rows=400_000, repeats=5)
+    given = options(__doc__, rows=400_000, repeats=15)
     need_baseline()
     with spark_and_folder(RANKS) as (spark, folder):
         # Let the JVM compile the shared code before any way is measured.
