@@ -1,9 +1,9 @@
 """Seconds from the call to the first allreduce of two ranks, and to the results.
 
 Compares the first launch of an application and later launches with this package (`SparkBackend`)
-with `horovod.spark.run`, Spark's `TorchDistributor` (only torch), an empty barrier job, and the
-imports alone, which bound the first launch. Also reports the memory of the process from which ranks
-are forked.
+with `horovod.spark.run`, Spark's `TorchDistributor` (only torch), an empty barrier job, and a
+process that only imports the same. Also reports the memory of the process from which ranks are
+forked.
 """
 
 from __future__ import annotations
