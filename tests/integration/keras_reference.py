@@ -38,10 +38,11 @@ def train_alone(
     optimizer: keras.optimizers.Optimizer,
     epochs: int,
     net: keras.Model | None = None,
+    loss: str = "mse",
 ) -> keras.Model:
     """Train in one process, with plain Keras."""
     net = net or make_net()
-    net.compile(optimizer, "mse")
+    net.compile(optimizer, loss)
     for _ in range(epochs):
         for rows in batches:
             net.train_on_batch(columns["features"][rows], columns["label"][rows, None])

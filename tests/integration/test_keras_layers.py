@@ -120,6 +120,14 @@ def bfloat16() -> Iterator[None]:
     keras.config.set_dtype_policy("float32")
 
 
+def built(kind: type[keras.Model]) -> keras.Model:
+    """Return a model with the same weights each time."""
+    keras.utils.set_random_seed(5)
+    model = kind()
+    model(np.zeros((1, 4)))
+    return model
+
+
 class Pooled(keras.Model):
     """Model whose pooling and loss depend on Keras's settings at construction and calls."""
 
@@ -145,23 +153,18 @@ def settings() -> Iterator[dict[str, Any]]:
 
 def test_keras_settings_are_those_of_the_driver_everywhere(store: Any, settings: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
-
-    def net() -> keras.Model:
-        keras.utils.set_random_seed(5)
-        model = Pooled()
-        model(np.zeros((1, 4)))
-        return model
-
     loss, rate = "mean_absolute_percentage_error", 0.01
     estimator = pooled_estimator(
-        *(store, 2), model=net(), optimizer=keras.optimizers.SGD(rate), loss=loss, batch_size=8
+        *(store, 2),
+        model=built(Pooled),
+        optimizer=keras.optimizers.SGD(rate),
+        loss=loss,
+        batch_size=8,
     )
     fitted = estimator.fit_on_parquet()
-    alone = net()
-    alone.compile(keras.optimizers.SGD(rate), loss)
-    for _ in range(estimator.getEpochs()):
-        for rows in global_batches(64, 2, 8):
-            alone.train_on_batch(columns["features"][rows], columns["label"][rows, None])
+    batches, epochs = global_batches(64, 2, 8), estimator.getEpochs()
+    optimizer = keras.optimizers.SGD(rate)
+    alone = train_alone(columns, batches, optimizer, epochs, built(Pooled), loss)
     assert_same_weights(fitted.getModel(), alone)
     expected = alone.predict(columns["features"], verbose=0)
     of_loss = alone.evaluate(columns["features"], columns["label"][:, None], verbose=0)
@@ -179,18 +182,12 @@ def test_keras_settings_are_those_of_the_driver_everywhere(store: Any, settings:
 
 def test_a_bfloat16_model_trains_as_one_process(store: Any, bfloat16: None) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
-
-    def net() -> keras.Model:
-        keras.utils.set_random_seed(5)
-        model = Half()
-        model(np.zeros((1, 4)))
-        return model
-
     estimator = pooled_estimator(
-        store, 2, model=net(), optimizer=keras.optimizers.SGD(0.01), batch_size=8, epochs=2
+        store, 2, model=built(Half), optimizer=keras.optimizers.SGD(0.01), batch_size=8, epochs=2
     )
     fitted = estimator.fit_on_parquet()
-    alone = train_alone(columns, global_batches(64, 2, 8), keras.optimizers.SGD(0.01), 2, net=net())
+    batches, optimizer = global_batches(64, 2, 8), keras.optimizers.SGD(0.01)
+    alone = train_alone(columns, batches, optimizer, 2, built(Half))
     # Like another process, which has not set the policy.
     keras.config.set_dtype_policy("float32")
     document, load = fitted._make_predictor()
