@@ -84,7 +84,7 @@ def test_a_thread_that_ends_before_the_job_is_an_error():
     never = SimpleNamespace(thread=lambda run: threading.Thread(target=lambda: None))
     with pytest.raises(RuntimeError, match="Is Spark stopped"):
         interruptible(never, "tag", list)
-    assert jobs.BackgroundJob(never, "request", list).wait(20)
+    assert jobs.BackgroundJob(never, "request", list).wait(0.1)
 
 
 def test_a_job_that_is_submitted_after_its_limit_is_cancelled():
