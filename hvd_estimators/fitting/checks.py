@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -226,15 +227,20 @@ def check_numbers(framework: Framework, trial: Trial, manifest: DatasetManifest)
                 check_range(member, dtype, spec.dtype, remedy)
 
 
-def check_monitored(settings: Settings, has_validation: bool) -> None:
+def check_monitored(
+    settings: Settings, has_validation: bool, tried: Sequence[str] | None = None
+) -> None:
     """Check that training measures the monitored metrics, if the metric names are known.
+
+    The params determine the names, or a trial has found them.
 
     Raises
     ------
     ParamError
         If a metric is not measured.
     """
-    names, validates = settings.metric_names, has_validation or settings.reads_itself
+    names = tried if settings.metric_names is None else settings.metric_names
+    validates = has_validation or settings.reads_itself
     for setting, monitor in settings.monitors:
         if monitor is None:
             continue

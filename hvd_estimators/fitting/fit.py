@@ -353,7 +353,7 @@ class Fit:
         Returns
         -------
         Trial or None
-            None if the model must be tried on the first written rows instead.
+            None if the model must be tried on the first written rows, too.
         """
         if self.settings.transformation is not None or not self._can_try():
             return None  # only the written rows show the transformation's output
@@ -364,7 +364,9 @@ class Fit:
             return None
         # Zeros may be invalid input for the model. The first real rows decide and give the error.
         with contextlib.suppress(ShapeError):
-            return self.framework.dry_run(zeros(self.settings.inputs.specs(specs)))
+            trial = self.framework.dry_run(zeros(self.settings.inputs.specs(specs)))
+            # Only values show what a loss or metric computes, and whether a copy is equal.
+            return trial if trial.output_shapes is None else None
         rows = _first_rows(dataset, specs)
         return None if rows is None else self._try(self.settings.inputs.stack(rows))
 
@@ -402,7 +404,7 @@ class Fit:
         tried = self._try_rows(manifest) if trial is None else trial
         checks.check_trial(framework, tried, manifest)
         checks.check_numbers(framework, tried, manifest)
-        checks.check_monitored(settings, manifest.validation is not None)
+        checks.check_monitored(settings, manifest.validation is not None, tried.metric_names)
 
         fingerprint = self._fingerprint(manifest, tried)
         paths = run_paths(settings, framework.name, fingerprint, self.estimator.grid_fit)
@@ -585,7 +587,7 @@ class Fit:
         data, val_plan = results.spec.data, results.spec.data.val_plan
         settings = self.settings
         monitor = selecting_metric(
-            settings.checkpoint_monitor, settings.checkpoint_mode, settings.callbacks
+            settings.checkpoint_monitor, settings.checkpoint_mode, settings.selecting_callbacks
         )
         return TrainingSummary(
             run_id=results.spec.run.run_id,

@@ -232,6 +232,11 @@ class Settings:
         return None
 
     @property
+    def selecting_callbacks(self) -> Sequence[Any]:
+        """Callbacks, the first of which with a monitor may select an epoch."""
+        return self.callbacks
+
+    @property
     def monitors(self) -> list[tuple[str, str | None]]:
         """Pairs of a setting, for messages, and its metric or None for a default one."""
         return [("checkpoint_monitor", self.checkpoint_monitor)]

@@ -126,6 +126,8 @@ class Trial:
         Shape of one row of each output, or None if only the ranks find it out.
     predicted_shapes : sequence of tuple of int, or None
         Likewise for predictions, where the model gets no labels; None if they are the same.
+    metric_names : sequence of str, or None
+        Names of the metrics of training; None if only the ranks find them out.
     takes_one_row : bool or None
         Whether the model can train on a batch of one row; batch normalization and squeezes may
         prevent this. None if unknown.
@@ -137,6 +139,7 @@ class Trial:
     takes_one_row: bool | None = None
     class_limits: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     predicted_shapes: Sequence[tuple[int | None, ...]] | None = None
+    metric_names: Sequence[str] | None = None
 
 
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:

@@ -4,11 +4,14 @@ Contains `KerasEstimator`, `KerasModel`, and `load_predictor` for predictions wi
 contains an averaging optimizer and its callbacks. Horovod's schedules and its elastic state are in
 `hvd_estimators.compat`.
 
-Names are imported on first use, so that a rank can import the trainer without PySpark.
+Names are imported on first use, so that a rank can import the trainer without PySpark. Without
+TensorFlow, Keras runs on torch, unless the environment variable ``KERAS_BACKEND`` is set.
 """
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hvd_estimators._util.lazy_imports import lazy_names
@@ -33,6 +36,9 @@ __all__ = [
     "MetricAverageCallback",
     "load_predictor",
 ]
+
+if find_spec("tensorflow") is None and find_spec("torch") is not None:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
 
 __getattr__, __dir__ = lazy_names(
     __name__,

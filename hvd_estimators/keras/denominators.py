@@ -184,14 +184,14 @@ class LossDenominators:
                 "a step of one batch of each rank. Set backward_passes_per_step=1, and resume on "
                 "the number of ranks that started the run."
             )
-        if is_training and self._passes > 1 and self._other_sums and self._calls > 1:
+        if is_training and self._passes > 1 and self.are_joint:
             raise ParamError(
                 "loss: several losses need a step of one batch of each rank if one of them has a "
                 "mask, ignored classes, a denominator, or reduction='sum'. Set "
                 "backward_passes_per_step=1, and resume on the number of ranks that started the "
                 "run."
             )
-        if not self.equal_validation and (self._has_sum or (self._other_sums and self._calls > 1)):
+        if not self.equal_validation and (self._has_sum or self.are_joint):
             # The ranks sum in each test step with such losses. The first training step raises, too.
             raise ParamError(
                 "loss: reduction='sum', and several losses if one of them has a mask, ignored "
@@ -199,6 +199,11 @@ class LossDenominators:
                 "ranks have fewer rows than batches. Set val_batch_size to 2 or more, with at "
                 "least one validation row per rank; or train without validation."
             )
+
+    @property
+    def are_joint(self) -> bool:
+        """Return whether the losses of the newest step have several denominators."""
+        return bool(self._other_sums) and self._calls > 1
 
     def _scaled(
         self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any

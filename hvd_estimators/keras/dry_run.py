@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +13,20 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless, with_open_sizes
-from hvd_estimators.keras.backend import CPU, SHAPE_KINDS, all_layers, has_own_step, torch_layers
+from hvd_estimators.keras.backend import (
+    CPU,
+    SHAPE_KINDS,
+    all_layers,
+    has_own_step,
+    has_own_test_step,
+    model_optimizers,
+    torch_layers,
+)
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.losses import check_loss
-from hvd_estimators.keras.metrics import check_metrics
+from hvd_estimators.keras.metrics import check_metrics, results
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import (
     ZEROS,
@@ -90,6 +100,10 @@ class DryRun:
         Conversion of columns to tensors.
     test_error : Exception or None
         Failure of ``test_step``, if the model has its own ``train_step``.
+    metric_names : list of str or None
+        Names of loss and metrics; None if only the ranks find them out.
+    joint_steps : str or None
+        Why a step needs one batch of each rank, as the end of a sentence; None if it does not.
     """
 
     def __init__(
@@ -122,6 +136,8 @@ class DryRun:
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
         self.test_error: Exception | None = None
+        self.metric_names: list[str] | None = None
+        self.joint_steps: str | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._columns: Columns = {}
         self._batch: tuple[Any, ...] | None = None
@@ -177,6 +193,8 @@ class DryRun:
         with keras.device(CPU):
             try:
                 x, outputs = self._call(columns)
+            except DataError:
+                raise
             except Exception as error:
                 kinds = SHAPE_KINDS
                 if isinstance(self._inputs, tuple):
@@ -265,7 +283,7 @@ class DryRun:
             return
         trial, batch = self._copy(), self.tensors.arrays(columns)
         try:
-            with traceless():
+            with traceless(), self._counting(trial, batch):
                 self._compile(trial, self.outputs)
                 trial.train_step(batch)
         except Exception as error:
@@ -337,9 +355,27 @@ class DryRun:
                     ) from error
                 return
             is_tried = check_loss(self.model, self.outputs, x, outputs, labels, weights)
+            if is_tried:
+                with traceless(), self._counting(self.model, batch):
+                    self.model.compute_loss(x, labels, outputs, weights)
         if is_tried and labels is not None:
             self._batch = (x, labels, outputs, weights)
             self._try_metrics()
+
+    @contextlib.contextmanager
+    def _counting(self, model: keras.Model, batch: Any) -> Iterator[None]:
+        """Note why a step in the block, if it does, needs one batch of each rank."""
+        losses = LossDenominators(model, [], 1, 1, lambda tensor, name: tensor)
+        with losses.in_step(batch, False):
+            yield
+        applied = sum(int(o.iterations) for o in model_optimizers(model))
+        if applied > 1:
+            self.joint_steps = f"and the model's train_step applies optimizers {applied} times"
+        elif losses.are_joint:
+            self.joint_steps = (
+                "and several losses, one of them with a mask, ignored classes, a denominator or "
+                "reduction='sum', need one batch"
+            )
 
     def _try_metrics(self) -> None:
         """Compute the metrics as in training."""
@@ -347,6 +383,8 @@ class DryRun:
         try:
             with traceless():
                 self.model.compute_metrics(*self._batch)
+                if not has_own_test_step(self.model):
+                    self.metric_names = list(results(self.model))
         except Exception as error:
             if not leave_to_ranks(error, SHAPE_KINDS):
                 raise ShapeError(

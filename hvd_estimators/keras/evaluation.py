@@ -22,12 +22,14 @@ from hvd_estimators.keras.backend import (
     CPU,
     config,
     configure,
+    has_own_step,
+    has_own_test_step,
     kept_random_state,
     on_tensorflow,
     traced,
 )
 from hvd_estimators.keras.denominators import LossDenominators
-from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
+from hvd_estimators.keras.metrics import capture_metrics, check_metrics, merge_captured, results
 from hvd_estimators.keras.predictor import choose_device
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import TensorSpec
@@ -94,6 +96,28 @@ class EvaluationSteps:
                 self._step(self._tensors.arrays({n: a[:1] for n, a in columns.items()}))
             self._is_built = True
         self.model.reset_metrics()
+
+    def check_sums(self, rows: Sequence[Mapping[str, Array]]) -> None:
+        """Check that metrics of several partitions can be added up, and reset them.
+
+        Parameters
+        ----------
+        rows : sequence of mapping
+            One row of each partition.
+        """
+        model = self.model
+        if has_own_step(model) or has_own_test_step(model):
+            return  # which may call the model and its metrics in another way
+        first, *others = rows
+        shapes = {name: array.shape for name, array in first.items()}
+        fitting = [o for o in others if {name: a.shape for name, a in o.items()} == shapes]
+        # Rows of other lengths are left out.
+        joined = [first, *(fitting or [first])]
+        batch = {name: np.concatenate([each[name] for each in joined]) for name in first}
+        with keras.device(self._device):
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(self._tensors.arrays(batch))
+            if y is not None:
+                check_metrics(model, x, y, model(x, training=False), weights)
 
     def run(self, columns: Mapping[str, Array]) -> None:
         """Add a batch to the metrics."""
@@ -168,6 +192,8 @@ def combine(
         steps = EvaluationSteps(document, compiled, tensors)
         # The row builds the metrics, which have names only then.
         steps.reset(measured[0][1])
+        if len(measured) > 1:
+            steps.check_sums([row for _, row, _ in measured])
         merge_captured(steps.model, [captured for _, _, captured in measured])
         values = results(steps.model)
         if not values:

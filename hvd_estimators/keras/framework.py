@@ -22,6 +22,7 @@ from hvd_estimators.keras.backend import (
     all_layers,
     config,
     has_own_step,
+    is_keras,
     kept_random_state,
     learning_rates,
     model_optimizers,
@@ -125,9 +126,15 @@ class KerasFramework(Framework):
             compiled=compiled,
             collated=collated,
             class_limits=_class_limits(dry_run),
+            metric_names=self._metric_names(dry_run),
         )
         self._check_validation(trial, self.settings.validation is not None)
         return trial
+
+    def _metric_names(self, dry_run: DryRun) -> list[str] | None:
+        """Return the names in Keras's logs, unless the user's callbacks may add others."""
+        are_kerass = all(is_keras(type(callback)) for callback in self.settings.callbacks)
+        return dry_run.metric_names if are_kerass else None
 
     def _batch_names(self) -> BatchNames:
         settings = self.settings
@@ -207,6 +214,14 @@ class KerasFramework(Framework):
         own_step = has_own_step(trial.dry_run.model)
         if not (own_step or all(map(states_denominator, sums(trial.compiled.loss)))):
             common.data.require_one_shard_per_rank("loss", "and reduction='sum' needs one batch")
+        joint = trial.dry_run.joint_steps
+        if joint is not None:
+            common.data.require_one_shard_per_rank("model, loss", joint)
+            if common.backward_passes_per_step > 1:
+                raise ParamError(
+                    "backward_passes_per_step: a step has several batches of a rank, found "
+                    f"{common.backward_passes_per_step}, {joint}. Set backward_passes_per_step=1."
+                )
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
         return KerasTrainSpec(

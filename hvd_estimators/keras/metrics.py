@@ -91,7 +91,7 @@ def merge_captured(model: keras.Model, parts: Sequence[Sequence[Array]]) -> None
 
 
 def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
-    """Check that the ranks' metric states can be summed. Runs on the driver.
+    """Check that metric states of ranks or partitions can be summed. Runs on the driver.
 
     Each metric that is not Keras's own measures two parts of a batch in sequence, as in one
     process. Its state is compared to the sum of its states of both parts, as on two ranks. The
@@ -143,10 +143,10 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
                 continue
             raise ParamError(
                 f"metrics: the state of {metric.name!r} ({type(metric).__name__}) cannot be added "
-                f"up over ranks: two batches after each other give {expected}, and the sum of "
-                f"their states is {merged}. Keep sums and counts, or make its variables with "
-                "add_variable(aggregation='mean') (the mean of the ranks') or 'only_first_replica' "
-                "(rank 0's)."
+                f"up over ranks or partitions: two batches after each other give {expected}, and "
+                f"the sum of their states is {merged}. Keep sums and counts, or make its variables "
+                "with add_variable(aggregation='mean') (their mean) or 'only_first_replica' (the "
+                "first one's). evaluate(df.coalesce(1)) has one partition."
             )
 
 

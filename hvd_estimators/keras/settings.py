@@ -5,9 +5,10 @@ Runs on the driver.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import keras
 
@@ -45,6 +46,13 @@ class KerasSettings(Settings):
             return None
         entries = losses(getattr(model, "loss", None) if given is None else given)
         return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
+
+    @property
+    def selecting_callbacks(self) -> Sequence[Any]:
+        callback = self.checkpoint_callback
+        # A fit returns the epoch that it selects.
+        own = [callback] if callback is not None and selects_by_metric(callback) else []
+        return [*own, *self.callbacks]
 
     @property
     def monitors(self) -> list[tuple[str, str | None]]:

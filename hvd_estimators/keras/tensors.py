@@ -15,7 +15,7 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.inputs import matrix_hint
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.keras.backend import on_tensorflow, snapshot
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.shard_state import torch_buffers
@@ -49,7 +49,19 @@ class Field:
         if dtype == "string":
             # NumPy's text arrays hold objects, which Keras does not always accept.
             return ops.convert_to_tensor(array.reshape(len(array), *shape), "string")
-        return array.astype(dtype, copy=False).reshape(len(array), *shape)
+        with np.errstate(invalid="ignore"):
+            converted = array.astype(dtype, copy=False)
+        if array.dtype.kind == "f" and converted.dtype.kind in "iu":
+            wrong = converted != array
+            if wrong.any():
+                raise DataError(
+                    f"expected whole numbers in the column {self.column!r}, which the model takes "
+                    f"as {dtype}, found {array[wrong][0]:g}. Round the column, or give the model "
+                    "an input of floats.",
+                    param="feature_cols",
+                    column=self.column,
+                )
+        return converted.reshape(len(array), *shape)
 
     def tensor(self, tensor: Any) -> Any:
         """Convert a column's tensor, rows first, to the model's input."""

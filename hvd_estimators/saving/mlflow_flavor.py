@@ -39,13 +39,6 @@ _OWN = "hvd_estimators"
 _RUNTIME = ("cloudpickle", "fsspec", "numpy", "pandas", "pyarrow", "typing_extensions")
 """Distributions that predictors import, besides the framework."""
 
-_FRAMEWORKS = {
-    "hvd_estimators.keras": ("keras", "tensorflow"),
-    "hvd_estimators.lightning": ("torch", "lightning", "pytorch_lightning"),
-    "hvd_estimators.torch": ("torch",),
-}
-"""Package of a model to the modules of its framework; modules that are not imported are omitted."""
-
 _UNUSED = {"pyspark", "py4j"}
 """Modules that saved params may name and predictors do not need."""
 
@@ -81,9 +74,8 @@ def save_model(
                 type(error).__name__,
                 redacted(str(error)),
             )
-        framework = _FRAMEWORKS[PACKAGES[_class_name(model)]]
-        imported = [name for name in framework if name in sys.modules]
-        requirements, code = find_requirements({*modules, *imported, "mlflow"} - _UNUSED)
+        framework = framework_modules(PACKAGES[_class_name(model)])
+        requirements, code = find_requirements({*modules, *framework, "mlflow"} - _UNUSED)
         mlflow_model.add_flavor(
             "spark",
             pyspark_version=_spark_version(),
@@ -102,6 +94,16 @@ def save_model(
             signature=signature,
             input_example=example,
         )
+
+
+def framework_modules(package: str) -> list[str]:
+    """Return the imported modules of the framework that a package of this project uses."""
+    if package == "hvd_estimators.keras":
+        return ["keras", sys.modules["keras"].backend.backend()]
+    names = ["torch"]
+    if package == "hvd_estimators.lightning":
+        names += ["lightning", "pytorch_lightning"]
+    return [name for name in names if name in sys.modules]
 
 
 def has_predictor(model: Any) -> bool:

@@ -14,6 +14,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from variants import others_in_soak
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
 
 pytestmark = pytest.mark.spark
@@ -119,6 +120,56 @@ def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_pa
     assert "kept.keras" in kept
     assert {name.partition("-")[0] for name in kept} == {"checkpoint", "kept.keras"}
     assert list((run / "logs").glob("events.out.tfevents.*"))
+
+
+class Multiplied(keras.Model):
+    """A model that a copy without its factor does not equal."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.dense, self.factor = keras.layers.Dense(1), 1.0
+
+    def call(self, x: Any) -> Any:
+        return self.factor * self.dense(x)
+
+
+class Precise(keras.metrics.Metric):
+    """F1 as users write it: a value that is set, not added to."""
+
+    def __init__(self, name: str = "f1", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.parts = keras.metrics.Precision(), keras.metrics.Recall()
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        for part in self.parts:
+            part.update_state(y_true > 0, y_pred > 0.5)
+        precision, recall = (part.result() for part in self.parts)
+        self.value.assign(2 * precision * recall / (precision + recall + 1e-6))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def sum_of_squares(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.once
+def test_values_of_the_frame_show_what_cannot_be_trained(spark: Any, store: Any) -> None:
+    """The schema determines the shapes, so zeros are tried before the rows are written."""
+    frame = plane_rows(spark)
+    frame = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)
+    multiplied = Multiplied()
+    multiplied.factor = 10.0
+    multiplied(np.zeros((1, 2)))
+    for wrong, message in (
+        ({"loss": sum_of_squares}, "loss: expected a mean over rows .* found a sum"),
+        ({"metrics": [Precise()]}, "metrics: the state of 'f1' .* cannot be added up"),
+        ({"model": multiplied}, "model: a copy .* returns other outputs"),
+    ):
+        with pytest.raises(ParamError, match=message):
+            make_estimator(store, **wrong).fit(frame)
 
 
 @pytest.mark.once

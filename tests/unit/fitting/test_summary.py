@@ -9,6 +9,8 @@ import torch
 from pytorch_lightning import callbacks as lightning_callbacks
 
 from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator
+from hvd_estimators.keras.settings import KerasSettings
 from hvd_estimators.summary import find_best_epoch, selecting_metric
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.torch import callbacks as torch_callbacks
@@ -75,6 +77,20 @@ class MyEarlyStopping(keras.callbacks.EarlyStopping):
 )
 def test_callbacks_that_select_an_epoch_tell_the_metric(monitor, callbacks, expected):
     assert selecting_metric(monitor, "min", callbacks) == expected
+
+
+def test_keras_checkpoint_callback_selects_the_epoch():
+    stopping = keras.callbacks.EarlyStopping("val_loss")
+    given = {"model": keras.Sequential([keras.layers.Dense(1)]), "callbacks": [stopping]}
+
+    def selecting(callback):
+        estimator = KerasEstimator(**given, checkpoint_callback=callback)
+        callbacks = KerasSettings.of(estimator, False).selecting_callbacks
+        return selecting_metric(None, "auto", callbacks)
+
+    assert selecting(BestModelCheckpoint("val_auc", mode="max")) == ("val_auc", "max")
+    every = keras.callbacks.ModelCheckpoint("kept.keras", "val_auc")
+    assert selecting(every) == ("val_loss", "auto")
 
 
 def test_a_model_that_was_not_trained_here_has_no_summary():

@@ -32,6 +32,14 @@ class Ones(keras.metrics.Metric):
         return self.count
 
 
+class Largest(Ones):
+    """The largest error, which the states of partitions do not add up to."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        error = keras.ops.max(keras.ops.abs(y_true - y_pred))
+        self.count.assign(keras.ops.maximum(self.count, error))
+
+
 def make_columns() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     return {
@@ -105,6 +113,17 @@ def test_several_losses_weights_and_metrics_equal_keras_over_one_batch() -> None
     assert rows == ROWS
     assert values == pytest.approx(expected, rel=1e-5)
     assert evaluate(model, columns, cuts=(0, 0))[0] == 0
+
+
+def test_metrics_that_do_not_add_up_are_rejected_for_several_partitions() -> None:
+    columns = make_columns()
+    net = two_outputs(loss="mse", metrics=[["mae"], [Largest("largest")]])
+    model = make_model(net, custom_objects={"Largest": Largest})
+    with pytest.raises(ParamError, match=r"'largest'.*partitions.*evaluate\(df\.coalesce\(1\)\)"):
+        evaluate(model, columns)
+    _, values = evaluate(model, columns, cuts=(0, ROWS))
+    errors = np.abs(net(columns["x"])[1].numpy().reshape(-1) - columns["z"])
+    assert values["second_largest"] == pytest.approx(float(errors.max()), rel=1e-5)
 
 
 def test_masked_targets_count_by_the_mask() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from variants import others_in_soak
 
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator, load_predictor
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun
@@ -63,6 +63,22 @@ def test_text_for_layers_of_numbers_fails_on_the_driver() -> None:
     columns = {"word": np.array(["a", "b", "c"], object), "y": COLUMNS["y"]}
     with pytest.raises(ShapeError, match=r"(?s)called with word .*TextVectorization"):
         DryRun(model, ["word"], ["y"], None, None).run(columns)
+
+
+@pytest.mark.parametrize("wrong", [2.5, np.nan])
+def test_fractions_for_inputs_of_integers_are_rejected(wrong: float) -> None:
+    word = keras.Input((), dtype="int32")
+    model = keras.Model(word, keras.layers.Dense(1)(keras.layers.Embedding(8, 3)(word)))
+    columns = {"word": np.array([1.0, 2.0, wrong]), "y": COLUMNS["y"]}
+    message = rf"^feature_cols: expected whole numbers in the column 'word'.*int32, found {wrong:g}"
+    with pytest.raises(DataError, match=message):
+        DryRun(model, ["word"], ["y"], None, None).run(columns)
+    fitted = KerasModel(model=model, feature_columns=["word"], label_columns=["y"])
+    document, load = fitted._make_predictor()
+    predictor = load(document)
+    assert predictor([columns["word"][:2]])[0].shape == (2, 1)
+    with pytest.raises(DataError, match=message):
+        predictor([columns["word"]])
 
 
 def test_a_single_row_may_have_other_dimensions() -> None:

@@ -298,6 +298,30 @@ FIT: dict[str, Wrong] = {
         "min_num_proc",
         "Leave min_num_proc out",
     ),
+    "min_num_proc: two losses, one of them with ignored classes": (
+        lambda c: c.train("keras", max_restarts=1, min_num_proc=1, **_two_losses()),
+        ParamError,
+        "min_num_proc",
+        "several losses, .* need one batch. Leave min_num_proc out",
+    ),
+    "min_num_proc: a step with two updates": (
+        lambda c: c.train("keras", model=_two_updates(), max_restarts=1, min_num_proc=1),
+        ParamError,
+        "min_num_proc",
+        "train_step applies optimizers 2 times. Leave min_num_proc out",
+    ),
+    "backward_passes_per_step: a step with two updates": (
+        lambda c: c.train("keras", model=_two_updates(), backward_passes_per_step=2),
+        ParamError,
+        "backward_passes_per_step",
+        "Set backward_passes_per_step=1",
+    ),
+    "checkpoint_monitor: unknown to Keras": (
+        lambda c: c.train("keras", metrics=["accuracy"], checkpoint_monitor="acc"),
+        ParamError,
+        "checkpoint_monitor",
+        "Set one of 'accuracy', 'loss', or none",
+    ),
     "label_shapes": (
         lambda c: c.train("torch", label_shapes=[[3]]),
         ShapeError,
@@ -317,6 +341,26 @@ def _sum() -> Any:
     import keras
 
     return keras.losses.MeanSquaredError(reduction="sum")
+
+
+def _two_losses() -> dict[str, Any]:
+    import keras
+
+    inputs = keras.Input((1,))
+    outputs = [keras.layers.Dense(size)(inputs) for size in (3, 1)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    model = keras.Model(inputs, outputs)
+    return {"model": model, "loss": [loss, "mse"], "label_cols": ["y", "x"]}
+
+
+def _two_updates() -> Any:
+    import keras
+
+    class Twice(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data) and super().train_step(data)
+
+    return Twice([keras.Input((1,)), keras.layers.Dense(1)])
 
 
 def _compiled(module: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -94,6 +96,21 @@ def test_requirements_are_installed_versions_of_declared_dependencies() -> None:
     declared = {Requirement(r).name for r in setup["options"]["install_requires"].split()}
     assert {requirement.name for requirement in requirements} - {"torch"} <= declared
     assert "torch" in {requirement.name for requirement in requirements}
+
+
+def test_keras_without_tensorflow_runs_on_torch_and_needs_only_it() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['tensorflow'] = None\n"
+        "from hvd_estimators.keras import KerasModel\n"
+        "from hvd_estimators.saving.mlflow_flavor import framework_modules\n"
+        "assert framework_modules('hvd_estimators.keras') == ['keras', 'torch']\n"
+    )
+    environment = {name: v for name, v in os.environ.items() if name != "KERAS_BACKEND"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Predictor:
