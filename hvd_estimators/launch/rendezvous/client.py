@@ -192,6 +192,9 @@ class RemoteRendezvousClient:
             try:
                 failure = self.request("alive")[0]["failure"]
             except PeerLostError as error:
+                # If only rank 0's task has ended, the ranks may still save their state together.
+                if self._channel is not None and not isinstance(error.__cause__, TimeoutError):
+                    self._ended.wait(self._patience.silence)
                 if not self._ended.is_set():
                     self._failure = error.failure
                 return

@@ -244,6 +244,19 @@ def test_a_task_that_never_connects_is_lost_after_the_silence_limit():
         assert server.store.failure().why == "has not been heard of for 1.5 s"
 
 
+def test_ranks_may_save_their_state_although_the_task_of_rank_0_has_ended():
+    with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
+        link.request("alive")
+        started = time.monotonic()
+        cable.close()
+        eventually(lambda: not link.notify("alive"))
+        assert link.failure() is None
+        failure = eventually(link.failure)
+        assert time.monotonic() - started > 1.2
+    assert (failure.rank, failure.lost) == (0, True)
+    assert "has closed its connection" in failure.why
+
+
 def test_a_broken_connection_is_the_loss_of_rank_0():
     with served() as server:
         handle = server.store.handle
