@@ -28,6 +28,7 @@ from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_batch_size,
     check_column_dtypes,
+    check_scheduler_length,
     check_sharding,
     check_training,
 )
@@ -258,6 +259,7 @@ class TorchFramework(Framework):
         all_rows = settings.train_steps_per_epoch is None
         self.check_ranks(common.data)
         check_batches(settings.model, common.data, own_step, all_rows, trial.takes_one_row)
+        check_scheduler_length(settings, common)
         if common.data.num_shards > 1 or settings.batch_size_fn is not None:
             self._warn_of_padded_means()
         return TorchTrainSpec(
