@@ -53,7 +53,13 @@ from hvd_estimators.fitting.stores import (
     find_tables,
 )
 from hvd_estimators.fitting.tensorboard import TensorBoardLogger
-from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
+from hvd_estimators.fitting.trial import (
+    DRY_RUN_ROWS,
+    Trial,
+    try_batches,
+    warning_of_draws,
+    zeros,
+)
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.connect import current_cluster
@@ -375,7 +381,15 @@ class Fit:
         if not self._can_try():
             first_rows = functools.partial(rows_of_model, self.settings, manifest)
             return self.framework.without_dry_run(first_rows)
-        return self._try(rows_of_model(self.settings, manifest))
+        settings = self.settings
+        with contextlib.ExitStack() as stack:
+            param = settings.function_of_rows
+            is_seeded = settings.reader_pool_type == "process"
+            if param is not None and not is_seeded and reads_several(settings.data_module):
+                stack.enter_context(warning_of_draws(param))
+            columns = rows_of_model(settings, manifest)
+            settings.delivered(columns)
+        return self._try(columns)
 
     def _can_try(self) -> bool:
         return bool(self.settings.dry_run) and not self.settings.reads_itself

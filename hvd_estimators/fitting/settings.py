@@ -179,6 +179,12 @@ class Settings:
         return make_collate(self.get, self.inputs, self.sample_weight_col)
 
     @property
+    def function_of_rows(self) -> str | None:
+        """The param whose function makes or changes rows while they are read, or None."""
+        names = ("transformation_batch_fn", "transformation_fn", "collate_fn")
+        return next((name for name in names if self.get(name) is not None), None)
+
+    @property
     def collate_of_ranks(self) -> BoundedCollate | Collate | None:
         """The maker of the batches that ranks train on."""
         return self.collate

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import random
 import sys
 import threading
@@ -249,6 +250,33 @@ def traceless() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def warning_of_draws(param: str) -> Iterator[None]:
+    """Warn if the block draws random numbers from generators that training uses, too.
+
+    Parameters
+    ----------
+    param : str
+        The param whose function runs in the block.
+    """
+    before = _random_states()
+    yield
+    if _random_states() != before:
+        logger.warning(
+            "%s: the function draws random numbers from the generators of training, and rows are "
+            "made ahead of training. So another fit with the same random_seed, and a run that "
+            "resumes, get other numbers. Set reader_pool_type='process', which seeds them by the "
+            "position of the rows.",
+            param,
+        )
+
+
+def _random_states() -> list[Any]:
+    python, numpy = random.getstate(), pickle.dumps(np.random.get_state())
+    torch = sys.modules.get("torch")
+    return [python, numpy, None if torch is None else torch.get_rng_state().tolist()]
 
 
 def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException], ...] = ()) -> bool:

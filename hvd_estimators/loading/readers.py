@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ from hvd_estimators.loading.transform import RowFunction, Transformation, Transf
 from hvd_estimators.loading.transform_pool import TransformPool
 from hvd_estimators.store.base import Store
 
+logger = logging.getLogger(__name__)
+
 Batch = dict[str, Array]
 
 
@@ -65,7 +68,7 @@ class DataModule(ABC):
     train_dir, val_dir : str
         Paths of the Parquet files; ``val_dir`` is None without validation.
     num_train_epochs : int
-        Number of epochs to train.
+        Number of epochs of the whole run.
     has_val : bool
         Whether `val_data` will be called.
     train_batch_size, val_batch_size : int
@@ -84,13 +87,22 @@ class DataModule(ABC):
         Options for the store's fsspec filesystem.
     steps_per_epoch_train, steps_per_epoch_val : int
         Batches of one epoch.
+    skip_train_steps : int
+        Number of training batches that the run took before it resumed, since its first epoch.
     verbose : int
         0 disables output.
     **kwargs
         Further arguments of the trainer; see `PlannedDataModule`.
+
+    Attributes
+    ----------
+    skips_train_steps : bool
+        Whether `train_data` itself starts after ``skip_train_steps`` batches. If not, a resumed run
+        reads these batches again, and discards them.
     """
 
     short_name: ClassVar[str] = ""
+    skips_train_steps: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -110,6 +122,7 @@ class DataModule(ABC):
         storage_options: Mapping[str, Any] | None = None,
         steps_per_epoch_train: int = 1,
         steps_per_epoch_val: int = 1,
+        skip_train_steps: int = 0,
         verbose: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -128,6 +141,7 @@ class DataModule(ABC):
         self.storage_options = storage_options
         self.steps_per_epoch_train = steps_per_epoch_train
         self.steps_per_epoch_val = steps_per_epoch_val
+        self.skip_train_steps = skip_train_steps
         self.verbose = verbose
 
     def __enter__(self) -> Self:
@@ -143,10 +157,11 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Iterator[Batch]:
-        """Return an infinite iterator of training batches.
+        """Return an infinite iterator of training batches, from the run's first one on.
 
-        Each batch maps column names to arrays. Arrays have the shape ``(rows, *shape)``. If the
-        iterator ends, training fails with a `DataError`.
+        A resumed run discards the first of them, see ``skips_train_steps``. Each batch maps column
+        names to arrays. Arrays have the shape ``(rows, *shape)``. If the iterator ends, training
+        fails with a `DataError`.
         """
 
     @abstractmethod
@@ -178,7 +193,8 @@ class DataModule(ABC):
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the number of rows in each training step over all ranks, or None if unknown.
 
-        Default: None. The trainer then sums the ranks' rows in every step.
+        The first number belongs to the first batch of `train_data`. Default: None. The trainer then
+        sums the ranks' rows in every step.
         """
         return None
 
@@ -225,8 +241,6 @@ class PlannedDataModule(ChunkedDataModule):
         Assignment of rows to shards; ``val_plan`` is None without validation.
     random_seed : int
         Determines the row order, together with the rank and the pass.
-    skip_train_steps : int
-        Number of training batches to skip. A resumed run starts after them.
     total_train_steps : int, optional
         Number of training batches of the whole run, including skipped ones. Passes after them are
         read only on demand. Default: unknown, so that any pass is read ahead.
@@ -256,6 +270,8 @@ class PlannedDataModule(ChunkedDataModule):
         Allocates the batches. May be replaced before reading starts.
     """
 
+    skips_train_steps = True
+
     def __init__(
         self,
         *,
@@ -263,7 +279,6 @@ class PlannedDataModule(ChunkedDataModule):
         train_plan: ShardPlan,
         val_plan: ShardPlan | None = None,
         random_seed: int = 0,
-        skip_train_steps: int = 0,
         total_train_steps: int | None = None,
         reader_pool_type: str = "thread",
         train_reader_worker_count: int = 2,
@@ -288,7 +303,6 @@ class PlannedDataModule(ChunkedDataModule):
         self.train_plan = train_plan
         self.val_plan = val_plan
         self.random_seed = random_seed
-        self.skip_train_steps = skip_train_steps
         self.total_train_steps = total_train_steps
         self.reader_pool_type = reader_pool_type
         self.train_reader_worker_count = train_reader_worker_count
@@ -617,7 +631,7 @@ class ArrowDataModule(PlannedDataModule):
 
 
 class CheckedDataModule(ChunkedDataModule):
-    """Wrap a user's data module: stack matrices, and raise an error if it ends too early.
+    """Wrap a user's data module: skip batches, stack matrices, and reject one that ends too early.
 
     Otherwise, training would continue without rows or wait for the other ranks, and the mean over
     no rows would be nan.
@@ -631,7 +645,8 @@ class CheckedDataModule(ChunkedDataModule):
     steps : int
         Training batches of an epoch on each rank.
     skip_steps : int
-        Training batches of an earlier part of the run.
+        Training batches of an earlier part of the run. They are discarded, unless the module skips
+        them itself.
     has_val_rows : bool
         Whether the rank has validation rows.
     inputs : InputColumns
@@ -653,6 +668,7 @@ class CheckedDataModule(ChunkedDataModule):
         self._rank = rank
         self._steps = steps
         self._skip_steps = skip_steps
+        self._discarded = 0 if module.skips_train_steps else skip_steps
         self._has_val_rows = has_val_rows
         self._val_batches = 0
 
@@ -667,10 +683,23 @@ class CheckedDataModule(ChunkedDataModule):
     def train_chunks(self) -> Iterator[Batches]:
         """Return the training batches in chunks; raise `DataError` if they end."""
         delivered = 0
-        for chunk in self.module.train_chunks():
-            delivered += len(chunk.sizes)
-            yield self._stacked(chunk)
-        epoch, of_epoch = divmod(self._skip_steps + delivered, self._steps)
+
+        def counted() -> Iterator[Any]:
+            nonlocal delivered
+            for chunk in self.module.train_chunks():
+                delivered += len(chunk.sizes)
+                yield chunk
+
+        if self._discarded and self._rank == 0:
+            logger.info(
+                "data_module: the run resumes after %d batches, which %s yields again and are "
+                "discarded; see skips_train_steps",
+                self._discarded,
+                self._name,
+            )
+        yield from map(self._stacked, _without_first(counted(), self._discarded))
+        position = self._skip_steps - self._discarded + delivered
+        epoch, of_epoch = divmod(position, self._steps)
         raise DataError(
             f"Rank {self._rank}, epoch {epoch} (the first is 0): {self._name}.train_data() ended "
             f"after {of_epoch} of {self._steps} batches ({delivered} in all). Let it yield batches "
@@ -696,7 +725,8 @@ class CheckedDataModule(ChunkedDataModule):
 
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the sizes that the user's data module reports."""
-        return self.module.global_train_sizes()
+        sizes = self.module.global_train_sizes()
+        return sizes and itertools.islice(sizes, self._discarded, None)
 
     def _stacked(self, chunk: Batches) -> Batches:
         if isinstance(chunk, CollatedBatch) or self._inputs.matrices.keys() <= set(

@@ -407,7 +407,7 @@ def open_data_module(
     first = epoch * per_epoch + data.batches_before(epoch, rows)
     steps = range(first, (epoch + epochs) * per_epoch)
     if size == data.num_shards:
-        return _open_shard(data, rank, steps, epochs, memory)
+        return _open_shard(data, rank, steps, memory)
     check_shards(data.data_module, data.num_shards, size, None)
     shards = virtual_shards(data.num_shards, rank, size)
     workers = {
@@ -415,21 +415,19 @@ def open_data_module(
         for name in ("train_reader_worker_count", "val_reader_worker_count")
     }
     data = replace(data, options=replace(data.options, **workers))
-    opened = [_open_shard(data, shard, steps, epochs, memory) for shard in shards]
+    opened = [_open_shard(data, shard, steps, memory) for shard in shards]
     modules = [module for module in opened if isinstance(module, PlannedDataModule)]
     for module in modules:
         module.footers = modules[0].footers
     return VirtualShards(modules, size)
 
 
-def _open_shard(
-    data: DataSpec, shard: int, steps: range, epochs: int, memory: BufferPool | None
-) -> DataModule:
+def _open_shard(data: DataSpec, shard: int, steps: range, memory: BufferPool | None) -> DataModule:
     """Create the data module of one shard, for some steps of the run."""
     module = _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
-        num_train_epochs=epochs,
+        num_train_epochs=steps.stop // data.train_steps_per_epoch,
         has_val=data.val_plan is not None,
         train_batch_size=data.batch_size,
         val_batch_size=data.val_batch_size,

@@ -238,7 +238,14 @@ def not_damage(error: BaseException, path: str) -> BaseException | None:
         or if the file is missing.
     """
     where = f"reading {path!r} on the machine {socket.gethostname()}"
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return MemoryError(
+            f"The memory of a GPU ran out at {where} ({text_of(error)}). End other processes that "
+            "use this GPU, or give each rank a GPU with more memory."
+        )
+    is_of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if no_memory or is_of_torch:
         return MemoryError(
             f"Memory ran out at {where} ({text_of(error)}). Give each rank more memory, or set a "
             "smaller shuffle_buffer_size or fewer train_reader_num_workers."

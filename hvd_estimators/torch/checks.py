@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from hvd_estimators.params import functions
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.dry_run import check_initialized
 from hvd_estimators.torch.objective import check_joint
-from hvd_estimators.torch.optimizer_step import StepOptions, make_scheduler
+from hvd_estimators.torch.optimizer_step import StepOptions, check_length, make_scheduler
 from hvd_estimators.torch.serialization import (
     check_parameters,
     dump_optimizer,
@@ -26,6 +27,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.settings import TorchSettings
 from hvd_estimators.torch.shard_state import reductions_of
 from hvd_estimators.torch.stateful import is_loadable
+from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +198,22 @@ def _check_step(settings: TorchSettings) -> None:
                     f"{name}: found {settings.get(name)!r} and a train_minibatch_fn, which has its "
                     f"own loss and step. Leave {name} out, and do this in the function."
                 )
-    if settings.lr_scheduler is not None:
-        module, optimizer = settings.model, settings.optimizer
-        copied = load_optimizer(dump_optimizer(optimizer, module), module)
-        make_scheduler(settings.lr_scheduler, copied, settings.lr_scheduler_interval)
+    _scheduler_of(settings)
+
+
+def check_scheduler_length(settings: TorchSettings, spec: TrainSpec) -> None:
+    """Check that the scheduler has as many steps as training."""
+    remedy = "Set total_steps={needed}."
+    check_length(_scheduler_of(settings), settings.lr_scheduler_interval, spec, remedy)
+
+
+def _scheduler_of(settings: TorchSettings) -> Any:
+    """Return the scheduler of a copy of the optimizer, or None if there is none."""
+    if settings.lr_scheduler is None:
+        return None
+    module, optimizer = settings.model, settings.optimizer
+    copied = load_optimizer(dump_optimizer(optimizer, module), module)
+    return make_scheduler(settings.lr_scheduler, copied, settings.lr_scheduler_interval)
 
 
 def _check_losses(settings: TorchSettings) -> None:

@@ -28,6 +28,7 @@ from hvd_estimators.torch.checks import (
     STEP_PARAMS,
     check_batch_size,
     check_column_dtypes,
+    check_scheduler_length,
     check_sharding,
     check_training,
 )
@@ -40,7 +41,7 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     with_any_size,
 )
-from hvd_estimators.torch.loss import ignored_class, takes_class_indices
+from hvd_estimators.torch.loss import ignored_class, is_mean_of_elements, takes_class_indices
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.serialization import Pickler, check_parameters, module_file, plain_module
 from hvd_estimators.torch.settings import TorchSettings
@@ -258,12 +259,29 @@ class TorchFramework(Framework):
         all_rows = settings.train_steps_per_epoch is None
         self.check_ranks(common.data)
         check_batches(settings.model, common.data, own_step, all_rows, trial.takes_one_row)
+        check_scheduler_length(settings, common)
+        if common.data.num_shards > 1 or settings.batch_size_fn is not None:
+            self._warn_of_padded_means()
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},
             collectives=self.collectives,
             sharding=settings.sharding_options,
             objects=module_file(self.trained_objects(), settings.stateful or ()),
         )
+
+    def _warn_of_padded_means(self) -> None:
+        settings = self.settings
+        losses = settings.losses_in("loss") or ()
+        for label, loss in zip(settings.label_cols, losses, strict=False):
+            padded = settings.padding or ()
+            if label in padded and not settings.is_joint and is_mean_of_elements(loss):
+                logger.warning(
+                    "padding: the label %r is padded, and its loss is a mean over all elements, "
+                    "also over the padding, whose length depends on num_proc and batch_size_fn. "
+                    "Set loss to a function that returns {'loss': mean, 'denominator': count} of "
+                    "the elements that count.",
+                    label,
+                )
 
     def trained_objects(self) -> TrainedObjects:
         settings = self.settings

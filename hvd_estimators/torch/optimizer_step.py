@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.training.spec import EpochMetrics, measured, monitored
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec, measured, monitored
 
 PRECISIONS = ("32", "bf16", "fp16")
 """Values of the param ``precision``."""
@@ -118,6 +118,16 @@ class OptimizerStep:
         if self._scheduler is not None and options.lr_scheduler_interval == "step":
             self._scheduler.step()
 
+    def check_length(self, spec: TrainSpec) -> None:
+        """Reject a restored scheduler that ends before training does."""
+        check_length(
+            self._scheduler,
+            self._options.lr_scheduler_interval,
+            spec,
+            "A run that resumes keeps the scheduler with which it began. Set fewer epochs, or "
+            "another run_id.",
+        )
+
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
@@ -194,6 +204,37 @@ def make_scheduler(
             "object whose step(), state_dict() and load_state_dict() call the scheduler's."
         ) from error
     return scheduler
+
+
+def check_length(scheduler: Any, interval: str, spec: TrainSpec, remedy: str) -> None:
+    """Reject a scheduler that ends before training does.
+
+    Parameters
+    ----------
+    scheduler : object
+        The scheduler.
+    interval : {"epoch", "step"}
+        When it steps.
+    spec : TrainSpec
+        The training job.
+    remedy : str
+        The last sentence of the message, in which ``{needed}`` is the number of steps.
+
+    Raises
+    ------
+    ParamError
+        If it is a ``OneCycleLR`` of fewer steps, which would fail after its last one.
+    """
+    steps = spec.steps_done(1, 0)
+    needed = spec.epochs * (steps if interval == "step" else 1)
+    is_limited = isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
+    if is_limited and scheduler.total_steps < needed:
+        each = f" of {steps} steps" if interval == "step" else ""
+        raise ParamError(
+            f"lr_scheduler: expected a OneCycleLR with total_steps={needed} or more, for "
+            f"epochs={spec.epochs}{each} and lr_scheduler_interval={interval!r}, found "
+            f"{scheduler.total_steps}. {remedy.format(needed=needed)}"
+        )
 
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]

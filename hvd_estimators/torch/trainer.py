@@ -372,6 +372,7 @@ class _Trainer:
             # state.
             self._begin_epoch(state.epoch)
         self.checkpoints.restore()
+        self.step.check_length(self.spec)
         # Callbacks may have created some of them.
         self.averager.follow(self.checkpoints.stateful().values())
         broadcast_tensors(self.averager.outside)

@@ -34,6 +34,7 @@ from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.run_state import (
     RunState,
     describing_damage,
+    describing_load,
     read_archive,
     write_archive,
 )
@@ -384,6 +385,7 @@ def restore(
             ) from error
         with describing_damage(info.path):
             state = read_archive(file)
+        with describing_load(info.path):
             load(file)
     if rank == 0:
         rows = f" and {state.rows} rows of the next" if state.rows else ""

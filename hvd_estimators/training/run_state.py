@@ -235,10 +235,12 @@ _REMEDY = (
     "it from its beginning."
 )
 
+_DAMAGED = "it is damaged, of another model, or was not written by this version of hvd_estimators"
+
 
 @contextlib.contextmanager
 def describing_damage(
-    path: str, cannot: str = "be resumed", remedy: str = _REMEDY
+    path: str, cannot: str = "be resumed", remedy: str = _REMEDY, found: str = _DAMAGED
 ) -> Iterator[None]:
     """Convert errors of the block that a damaged checkpoint can cause to a `StoreError`.
 
@@ -250,6 +252,8 @@ def describing_damage(
         The operation that failed, for the message.
     remedy : str
         The suggested fix, for the message.
+    found : str
+        What may be wrong, for the message.
     """
     try:
         with naming_full_disk():
@@ -262,9 +266,18 @@ def describing_damage(
             raise other from error
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise StoreError(
-            f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
-            f"written by this version of hvd_estimators ({cause}).{remedy}"
+            f"The checkpoint {path!r} cannot {cannot}: {found} ({cause}).{remedy}"
         ) from error
+
+
+def describing_load(path: str) -> contextlib.AbstractContextManager[None]:
+    """Convert errors of the block, which loads a checkpoint that is intact, to a `StoreError`."""
+    remedy = (
+        " If code of your own raised this, such as set_extra_state() or an optimizer's "
+        "load_state_dict(), correct it and fit again. Otherwise, fit with the model and the "
+        "versions of packages that the run had, or set another run_id for a new run."
+    )
+    return describing_damage(path, remedy=remedy, found="its file is intact, and loading it failed")
 
 
 def _folder(names: Sequence[str]) -> str:

@@ -78,6 +78,39 @@ def test_clipping_and_schedulers_match_one_process(
         assert_same_weights(model.getModel(), unclipped)
 
 
+# 64 rows on two ranks in batches of 8: four steps an epoch, or two of up to three batches.
+@pytest.mark.parametrize(
+    ("params", "steps"),
+    [
+        ({"lr_scheduler_interval": "step"}, 12),
+        ({"lr_scheduler_interval": "step", "backward_passes_per_step": 3}, 6),
+        ({"lr_scheduler_interval": "epoch"}, 3),
+    ],
+)
+def test_a_schedule_that_ends_before_training_is_rejected(
+    backend: Any, store: Any, params: Any, steps: int
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+
+    def fit(total: int, epochs: int = EPOCHS) -> Any:
+        def make(optimizer: Any) -> Any:
+            return schedulers.OneCycleLR(optimizer, 0.1, total_steps=total)
+
+        settings = {"batch_size": BATCH, "epochs": epochs, "run_id": "one", **params}
+        return reference.fit(store, 2, "adam", backend=backend, lr_scheduler=make, **settings)
+
+    calls = backend.results = []
+    found = rf"^lr_scheduler: expected .* total_steps={steps} or more.*found {steps - 1}\. Set"
+    with pytest.raises(ParamError, match=found):
+        fit(steps - 1)
+    assert backend.results is calls
+    model, _ = fit(steps)
+    assert len(model.getHistory()) == EPOCHS
+    # The state of the run has the steps with which it began.
+    with pytest.raises(AssertionError, match=rf"found {steps}\. A run that resumes keeps"):
+        fit(2 * steps, 2 * EPOCHS)
+
+
 def test_the_set_rate_replaces_the_one_of_an_earlier_schedule(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
 

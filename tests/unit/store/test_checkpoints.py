@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+import torch
 from saved_checkpoints import Ranks, change, epochs_in, file_names, restored, save
 
 from hvd_estimators import Store
@@ -142,6 +143,47 @@ def test_a_checkpoint_of_another_model_is_an_error(any_store: Any) -> None:
     exchange: Any = Ranks()
     with pytest.raises(StoreError, match=r"000002.ckpt' cannot be resumed: .*layer.weight"):
         restore(any_store, any_store.run_paths("mine"), exchange, 0, load)
+
+
+class Refusing(torch.nn.Module):
+    """Module with a mistake in its own code."""
+
+    def get_extra_state(self) -> Any:
+        return {"words": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError(f"no vocabulary of {state['words']} words")
+
+
+def test_an_error_of_the_users_code_is_not_called_damage(any_store: Any) -> None:
+    save(any_store, 1, 2)
+    module = Refusing()
+    exchange: Any = Ranks()
+
+    def load(file: IO[bytes]) -> None:
+        module.load_state_dict(module.state_dict())
+
+    with pytest.raises(StoreError, match=r"RuntimeError: no vocabulary of 3 words") as raised:
+        restore(any_store, any_store.run_paths("mine"), exchange, 0, load)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert "its file is intact" in str(raised.value)
+    assert "damaged" not in str(raised.value)
+    assert "delete" not in str(raised.value)
+
+
+def test_memory_that_runs_out_is_not_called_damage(any_store: Any) -> None:
+    save(any_store, 1, 2)
+    exchange: Any = Ranks()
+
+    def on_gpu(file: IO[bytes]) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def on_cpu(file: IO[bytes]) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    for load, told in ((on_gpu, "memory of a GPU ran out"), (on_cpu, "^Memory ran out")):
+        with pytest.raises(MemoryError, match=told):
+            restore(any_store, any_store.run_paths("mine"), exchange, 0, load)
 
 
 def test_every_rank_reads_the_checkpoint_found_by_rank_0(any_store: Any) -> None:
