@@ -201,9 +201,14 @@ class LossDenominators:
             )
 
     @property
+    def count_rows(self) -> bool:
+        """Return whether all losses of the newest step are means over rows."""
+        return not self._other_sums
+
+    @property
     def are_joint(self) -> bool:
         """Return whether the losses of the newest step have several denominators."""
-        return bool(self._other_sums) and self._calls > 1
+        return not self.count_rows and self._calls > 1
 
     def _scaled(
         self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any

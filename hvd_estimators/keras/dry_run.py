@@ -102,6 +102,8 @@ class DryRun:
         Failure of ``test_step``, if the model has its own ``train_step``.
     metric_names : list of str or None
         Names of loss and metrics; None if only the ranks find them out.
+    counts_rows : bool
+        Whether all losses of a step are means over rows.
     joint_steps : str or None
         Why a step needs one batch of each rank, as the end of a sentence; None if it does not.
     """
@@ -137,6 +139,7 @@ class DryRun:
         self.outputs: Outputs | None = None
         self.test_error: Exception | None = None
         self.metric_names: list[str] | None = None
+        self.counts_rows = False
         self.joint_steps: str | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._columns: Columns = {}
@@ -368,6 +371,7 @@ class DryRun:
         losses = LossDenominators(model, [], 1, 1, lambda tensor, name: tensor)
         with losses.in_step(batch, False):
             yield
+        self.counts_rows = losses.count_rows
         applied = sum(int(o.iterations) for o in model_optimizers(model))
         if applied > 1:
             self.joint_steps = f"and the model's train_step applies optimizers {applied} times"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.loading.collate_fn import BatchNames
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.spec import TrainSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +227,15 @@ class KerasFramework(Framework):
                 )
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
+            padded = [name for name in settings.label_cols if name in (settings.padding or ())]
+            if padded and trial.dry_run.counts_rows:
+                logger.warning(
+                    "padding: the label %r is padded, and its loss counts the padding, whose "
+                    "length depends on num_proc. Let the model mask it, as "
+                    "Embedding(mask_zero=True) does, or give the loss a method "
+                    "denominator(y_true, y_pred).",
+                    padded[0],
+                )
         return KerasTrainSpec(
             **vars(common),
             # Read after the dry run, which builds a model that was not built.

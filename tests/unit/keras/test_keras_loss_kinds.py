@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from wrong_calls import NoRanks
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.checks import _check_loss_names
 from hvd_estimators.keras.losses import check_loss, kind_of_outputs
 from hvd_estimators.keras.outputs import Outputs
@@ -119,6 +124,25 @@ def compare(loss: Any, rows: int, weights: Any = None) -> None:
     model.compile("sgd", loss)
     outputs = keras.ops.convert_to_tensor(outputs)
     check_loss(model, Outputs.of(model, outputs, ["label"], None), x, outputs, label, weights)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padded_labels_need_a_mask(masked: bool, store: Any, caplog: Any) -> None:
+    words = [[1, 2], [1], [3, 1, 2], [2]] * 4
+    folder = Path(store.get_train_data_path())
+    folder.mkdir(parents=True)
+    parquet.write_table(pa.table({"words": words, "y": words}), folder / "part-0.parquet")
+    inputs = keras.Input((None,), dtype="int32", name="words")
+    hidden = keras.layers.Embedding(4, 2, mask_zero=masked)(inputs)
+    estimator = KerasEstimator(
+        **{"model": keras.Model(inputs, keras.layers.Dense(4)(hidden)), "optimizer": "sgd"},
+        **{"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        **{"feature_cols": ["words"], "label_cols": ["y"], "store": store},
+        **{"padding": {"words": 0, "y": 0}, "backend": NoRanks(), "batch_size": 4},
+    )
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        estimator.fit_on_parquet()
+    assert ("padding: the label 'y' is padded" in caplog.text) is not masked
 
 
 def test_names_of_losses_are_checked_by_the_driver() -> None:
