@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import torch
 
 from hvd_estimators.data.arrays import Columns, num_rows, take
@@ -142,6 +141,7 @@ class LightningFramework(TorchFramework):
             ),
         )
         objects = TrainerObjects(
+            module=settings.model,
             callbacks=(*settings.callbacks, *as_list(trainer_args.pop("callbacks", None))),
             logger=trainer_args.pop("logger", settings.logger),
             profiler=trainer_args.pop("profiler", settings.profiler),
@@ -150,9 +150,8 @@ class LightningFramework(TorchFramework):
         return LightningTrainSpec(
             **vars(common),
             flavor=settings.flavor,
-            module=module_file(settings.model),
             collectives=self.collectives,
-            objects=cloudpickle.dumps(objects),
+            objects=module_file(objects),
             sharding=settings.sharding_options,
             form=BatchForm(settings.column_dtypes, settings.column_shapes),
             log_every_n_steps=settings.log_every_n_steps,
