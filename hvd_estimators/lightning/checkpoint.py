@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from hvd_estimators.lightning.package import (
 )
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec
+from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import TensorFile
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory
@@ -90,6 +91,25 @@ def _model_checkpoints(trainer: Trainer) -> list[Any]:
     """Return the user's ``ModelCheckpoint`` callbacks."""
     connected: Any = trainer
     return [c for c in connected.callbacks if is_lightning(c, "callbacks.ModelCheckpoint")]
+
+
+def check_links(callbacks: Iterable[Any], store: Store, directory: str) -> None:
+    """Check that ``ModelCheckpoint`` callbacks can write to a directory of the store.
+
+    Raises
+    ------
+    ParamError
+        If one makes links, and the directory is not local.
+    """
+    for callback in callbacks:
+        makes_links = is_lightning(callback, "callbacks.ModelCheckpoint") and (
+            callback.save_last == "link"
+        )
+        if makes_links and store.local_path(directory) is None:
+            raise ParamError(
+                f"callbacks: ModelCheckpoint(save_last='link') makes a link, and {directory!r} "
+                "has none. Set save_last=True."
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -180,11 +200,7 @@ class RunCheckpoint(Callback):
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
         is_local = self.spec.store.local_path(self.directory) is not None
         for callback in _model_checkpoints(trainer):
-            if not is_local and callback.save_last == "link":
-                raise ParamError(
-                    f"callbacks: ModelCheckpoint(save_last='link') makes a link, and "
-                    f"{self.directory!r} has none. Set save_last=True."
-                )
+            check_links([callback], self.spec.store, self.directory)
             # It opens its folder next, and without the store's options.
             callback.dirpath = self.directory if is_local else _NO_FOLDER
 

@@ -11,12 +11,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN, ValueReducer
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
     TrainLoader,
     ValidationLoader,
+    check_validation_batches,
     is_lightning_data,
     open_lightning_data,
 )
@@ -240,12 +240,8 @@ class _Trainer:
         if spec.data.val_plan is not None:
             steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
-            if self.sharding is not None and not validation.is_equal:
-                raise ParamError(
-                    "val_batch_size: the processes validate on different numbers of batches, and "
-                    f"with sharding={self.sharding.mode!r} they compute together. Set a "
-                    "larger val_batch_size."
-                )
+            if self.sharding is not None:
+                check_validation_batches(validation.counts, self.sharding.mode)
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
