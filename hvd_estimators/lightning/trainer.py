@@ -171,7 +171,7 @@ class _Trainer:
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
         else:
-            run_checkpoint.load_returned(self.module)
+            run_checkpoint.load_returned(trainer, self.module)
         return self._result(recorder)
 
     def _arguments(
