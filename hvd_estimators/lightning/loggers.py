@@ -138,7 +138,12 @@ def _keep_rows(logger: Any, steps: int) -> None:
     path = Path(logger.log_dir, "metrics.csv")
     if path.is_file():
         with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < steps]
+            rows = [
+                row
+                for row in csv.DictReader(file)
+                # A row may be incomplete if its writer was killed.
+                if (step := row.get("step") or "").isdigit() and int(step) < steps
+            ]
     logger.experiment.metrics += rows
     logger.save()
 
