@@ -14,7 +14,7 @@ import torch
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.loaders import ValidationLoader
 from hvd_estimators.lightning.package import Callback, Checkpoint, patch_method
-from hvd_estimators.lightning.results import names_of
+from hvd_estimators.lightning.results import epoch_values, step_values
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss_weights import as_stated
 from hvd_estimators.training.progress import Progress
@@ -84,6 +84,9 @@ class ValueReducer(Checkpoint):
 class EpochRecorder(Checkpoint):
     """Record each epoch's metrics, and report them to the driver.
 
+    A validation's metrics are the ones of the epoch's last validation. Training may log the same
+    names, which replaces a validation's values in ``trainer.callback_metrics``.
+
     The class is a ``Checkpoint`` because Lightning calls checkpoint callbacks last, when all values
     of an epoch are available.
 
@@ -99,16 +102,17 @@ class EpochRecorder(Checkpoint):
         self.history: list[EpochMetrics] = []
         self._progress = progress
         self._validation = validation
-        self._losses = _Mean(), _Mean()
-        self._validated = False
+        self._start()
+
+    def _start(self) -> None:
+        self._loss, self._val_loss = _Mean(), _Mean()
+        self._validated: dict[str, float] | None = None
         self._batches = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start an epoch."""
         self._progress.start_epoch(trainer.current_epoch)
-        self._losses = _Mean(), _Mean()
-        self._validated = False
-        self._batches = 0
+        self._start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,9 +120,13 @@ class EpochRecorder(Checkpoint):
         """Add the loss of a training batch."""
         self._batches += 1
         for output, rows in _outputs_of_shards(trainer, outputs):
-            self._count(0, output, rows)
+            _count(self._loss, output, rows)
         if self._progress.count_step():
-            self._progress.step(batch_idx + 1, self._losses[0].as_dict("loss"))
+            self._progress.step(batch_idx + 1, self._loss.as_dict("loss"))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start a validation, of which an epoch may have several."""
+        self._val_loss = _Mean()
 
     def on_validation_batch_end(
         self,
@@ -132,8 +140,11 @@ class EpochRecorder(Checkpoint):
         """Add the loss of a validation batch, if the module returns it."""
         made_progress()
         rows = 1 if self._validation is None else self._validation.rows
-        self._count(1, outputs, rows)
-        self._validated = True
+        _count(self._val_loss, outputs, rows)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the values that the validation has logged."""
+        self._validated = epoch_values(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the epoch.
@@ -148,32 +159,30 @@ class EpochRecorder(Checkpoint):
                 f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
-        for loss in self._losses:
+        for loss in (self._loss, self._val_loss):
             loss.reduce()
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        loop: Any = trainer.fit_loop.epoch_loop
-        train, validation = (
-            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in names}}
-            for loss, names in (
-                (self._losses[0], names_of(loop._results)),
-                (self._losses[1], names_of(loop.val_loop._results)),
-            )
-        )
-        record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
+        loss_of_epoch = self._loss.as_dict("loss")
+        train = {**step_values(trainer), **loss_of_epoch, **epoch_values(trainer)}
+        validation = self._validated
+        if validation is not None:
+            validation = {**self._val_loss.as_dict("loss"), **validation}
+        record = EpochMetrics(trainer.current_epoch, train, validation)
         self.history.append(record)
         self._progress.record(record)
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
 
-    def _count(self, stage: int, outputs: Any, rows: int) -> None:
-        loss = _loss_in(outputs)
-        if loss is None or loss.numel() != 1:
-            return
-        _, stated = as_stated(outputs, "the step of the LightningModule")
-        weight: Any = float(rows) if stated is None else stated
-        if not weight > 0:
-            return
-        self._losses[stage].add(loss.detach().reshape(()).double(), weight)
+
+def _count(mean: _Mean, outputs: Any, rows: int) -> None:
+    """Add the loss that a step returned, if any."""
+    loss = _loss_in(outputs)
+    if loss is None or loss.numel() != 1:
+        return
+    _, stated = as_stated(outputs, "the step of the LightningModule")
+    weight: Any = float(rows) if stated is None else stated
+    if not weight > 0:
+        return
+    mean.add(loss.detach().reshape(()).double(), weight)
 
 
 def _loss_in(outputs: Any) -> torch.Tensor | None:

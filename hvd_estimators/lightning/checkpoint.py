@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from hvd_estimators.lightning.package import (
 )
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec
+from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import TensorFile
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory
@@ -59,6 +60,7 @@ from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_s
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
@@ -74,7 +76,11 @@ _GRADIENTS = "hvd_estimators.gradients"
 _PARTIAL = "hvd_estimators.partial"
 _REQUIRES_GRAD = "hvd_estimators.requires_grad"
 _RETURNED = "hvd_estimators.returned"
-_OWN_KEYS = (_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD, _RETURNED)
+_UNFINISHED = "hvd_estimators.unfinished"
+_OWN_KEYS = (
+    *(_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD, _RETURNED),
+    _UNFINISHED,
+)
 
 # The large parts of a checkpoint, which may share tensors.
 _TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _BASES, _GRADIENTS)
@@ -92,6 +98,35 @@ def _model_checkpoints(trainer: Trainer) -> list[Any]:
     return [c for c in connected.callbacks if is_lightning(c, "callbacks.ModelCheckpoint")]
 
 
+def check_links(callbacks: Iterable[Any], store: Store, directory: str) -> None:
+    """Check that ``ModelCheckpoint`` callbacks can write to a directory of the store.
+
+    Raises
+    ------
+    ParamError
+        If one makes links, and the directory is not local.
+    """
+    for callback in callbacks:
+        makes_links = is_lightning(callback, "callbacks.ModelCheckpoint") and (
+            callback.save_last == "link"
+        )
+        if makes_links and store.local_path(directory) is None:
+            raise ParamError(
+                f"callbacks: ModelCheckpoint(save_last='link') makes a link, and {directory!r} "
+                "has none. Set save_last=True."
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Prepared:
+    """A checkpoint, ready to be saved; see `CheckpointWriter.save`."""
+
+    state: RunState
+    checkpoint: dict[str, Any]
+    is_copy: bool = False
+    files: tuple[TensorFile, ...] = ()
+
+
 @dataclass(eq=False, repr=False)
 class RunCheckpoint(Callback):
     """Save the run at the end of each epoch and within it, with all state needed to resume.
@@ -103,7 +138,9 @@ class RunCheckpoint(Callback):
     that. A run without further epochs returns those after it, which the checkpoint holds, too.
 
     Within an epoch the run is saved between two batches. At that point the validation, schedulers
-    and loggers of the first batch have run, and the loader has not provided the second.
+    and loggers of the first batch have run, and the loader has not provided the second. A longer
+    run also resumes there if the run ends within an epoch, by ``max_steps`` or a stop. A run
+    without further steps returns the epoch's record, too, which the checkpoint holds.
 
     Attributes
     ----------
@@ -151,8 +188,9 @@ class RunCheckpoint(Callback):
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None
-        # The checkpoint after the last epoch, on rank 0, if hooks follow that may replace weights.
-        self._ended: tuple[RunState, dict[str, Any]] | None = None
+        # The checkpoint after the last step, if hooks follow that may replace weights, or if the
+        # step is within an epoch. Only rank 0 writes it.
+        self._ended: _Prepared | None = None
         # Parts of a loaded checkpoint, until they are restored.
         self._loaded: dict[str, Any] = {}
 
@@ -180,11 +218,7 @@ class RunCheckpoint(Callback):
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
         is_local = self.spec.store.local_path(self.directory) is not None
         for callback in _model_checkpoints(trainer):
-            if not is_local and callback.save_last == "link":
-                raise ParamError(
-                    f"callbacks: ModelCheckpoint(save_last='link') makes a link, and "
-                    f"{self.directory!r} has none. Set save_last=True."
-                )
+            check_links([callback], self.spec.store, self.directory)
             # It opens its folder next, and without the store's options.
             callback.dirpath = self.directory if is_local else _NO_FOLDER
 
@@ -231,8 +265,12 @@ class RunCheckpoint(Callback):
             # With max_steps Lightning would resume the completed epoch.
             _restarted(trainer.fit_loop)
 
-    def load_returned(self, module: LightningModule) -> None:
-        """Load the weights that a completed run returned, if hooks had replaced the others."""
+    def load_returned(self, trainer: Trainer, module: LightningModule) -> None:
+        """Load what a completed run returned: weights of hooks, results of an unfinished epoch."""
+        records, best = self._loaded.pop(_UNFINISHED, ((), ()))
+        self.recorder.history += [EpochMetrics(*record) for record in records]
+        for callback, path in zip(_model_checkpoints(trainer), best, strict=False):
+            callback.best_model_path = path
         returned = self._loaded.pop(_RETURNED, {})
         if returned:
             module.load_state_dict(returned, strict=False)
@@ -249,6 +287,7 @@ class RunCheckpoint(Callback):
             self.save(trainer)
             self.control.after_epoch(trainer.current_epoch)
         self._has_started = True
+        self._ended = None  # a hook has withdrawn a stop
         self._seed_epoch(trainer.current_epoch)
         self._restore_stateful(pl_module)
 
@@ -267,14 +306,14 @@ class RunCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what a longer run uses, before other hooks change it."""
         self._gradients = _averager(trainer).unused_gradients()
-        is_saved = self.spec.run.checkpoints_path is not None
+        is_saved = self.spec.run.checkpoints_path is not None and self._ended is None
         if is_saved and not self.is_sharded and _may_replace_weights(trainer):
             checkpoint = _after_epoch(self._checkpoint(trainer))
             state, _ = self._gather(checkpoint, stopped=trainer.should_stop)
             tensors = {}
             if self.shards.rank == 0:
                 tensors = {n: snapshot(v) for n, v in checkpoint.items() if n in _TENSORS}
-            self._ended = state, {**checkpoint, **tensors}
+            self._ended = _Prepared(state, {**checkpoint, **tensors})
 
     def save_last(self, trainer: Trainer, *, stopped: bool) -> None:
         """Save the run after training. Called by all ranks.
@@ -290,8 +329,16 @@ class RunCheckpoint(Callback):
             self.save(trainer, stopped=stopped)
             return
         self.logs.sync()
-        (state, checkpoint), self._ended = self._ended, None
-        if self.shards.rank != 0:
+        ended, self._ended = self._ended, None
+        state, checkpoint = ended.state, ended.checkpoint
+        if state.rows:
+            records = self.recorder.history[state.epoch :]
+            checkpoint[_UNFINISHED] = (
+                [(each.epoch, each.train, each.validation) for each in records],
+                [callback.best_model_path for callback in _model_checkpoints(trainer)],
+            )
+        if self.shards.rank != 0 or self.is_sharded:
+            self._save(ended)
             return
         before = checkpoint.get("current_model_state", checkpoint["state_dict"])
         after = snapshot(trainer.lightning_module.state_dict())
@@ -301,7 +348,7 @@ class RunCheckpoint(Callback):
             if isinstance(value, torch.Tensor)
             and not (name in before and torch.equal(value, before[name]))
         }
-        self._save(state, checkpoint)
+        self._save(ended)
 
     def save(self, trainer: Trainer, *, stopped: bool = False) -> None:
         """Save the state after the newest epoch. Called by all ranks.
@@ -344,8 +391,18 @@ class RunCheckpoint(Callback):
     ) -> None:
         """Gather the state of all ranks, and save it on rank 0."""
         self.logs.sync()
-        if self.spec.run.checkpoints_path is None:
-            return
+        if self.spec.run.checkpoints_path is not None:
+            self._save(self._prepared(checkpoint, batches, partial, stopped=stopped))
+
+    def _prepared(
+        self,
+        checkpoint: dict[str, Any],
+        batches: int = 0,
+        partial: Mapping[str, Any] | None = None,
+        *,
+        stopped: bool = False,
+    ) -> _Prepared:
+        """Gather the state of all ranks; within an epoch, copy it on rank 0."""
         state, partials = self._gather(checkpoint, batches, partial, stopped=stopped)
         files: tuple[TensorFile, ...] = ()
         if self.is_sharded:
@@ -355,7 +412,7 @@ class RunCheckpoint(Callback):
         if batches and self.shards.rank == 0:
             checkpoint, is_copy = _snapshot(checkpoint)
             checkpoint[_PARTIAL] = partials
-        self._save(state, checkpoint, is_copy=is_copy, files=files)
+        return _Prepared(state, checkpoint, is_copy, files)
 
     def _gather(
         self,
@@ -381,9 +438,14 @@ class RunCheckpoint(Callback):
         checkpoint[_BUFFERS] = buffers.unequal(digests)
         return state, list(partials)
 
-    def _save(self, state: RunState, checkpoint: dict[str, Any], **options: Any) -> None:
+    def _save(self, given: _Prepared) -> None:
         if self.shards.rank == 0:
-            self.writer.save(state, lambda file: torch.save(checkpoint, file), **options)
+            self.writer.save(
+                given.state,
+                lambda file: torch.save(given.checkpoint, file),
+                is_copy=given.is_copy,
+                files=given.files,
+            )
 
     def _start_steps(self, trainer: Trainer) -> None:
         """Resume within an epoch, once, or begin one, after all hooks of the epoch's start."""
@@ -414,9 +476,14 @@ class RunCheckpoint(Callback):
         """Save the run if due, and stop if requested. Called by all ranks per batch."""
         before, self._steps = self._steps, steps_taken(trainer)
         loop = trainer.fit_loop.epoch_loop
-        if self._steps == before or trainer.is_last_batch or loop.done:
+        if loop._num_ready_batches_reached():
             return  # the end of the epoch is saved after its hooks
         batches = loop.batch_progress.current.completed
+        if loop.done:
+            self._end_within(trainer, batches)
+            return
+        if self._steps == before:
+            return
         steps = range(before + 1, self._steps + 1)
         save = functools.partial(self._save_within, trainer, batches)
         self.control.after_step(trainer.current_epoch, batches, steps, save)
@@ -425,14 +492,30 @@ class RunCheckpoint(Callback):
         """Save the run within an epoch, and return whether that was possible."""
         if _averager(trainer).pending:
             return False  # these gradients exist on one rank only, and the next step uses them
+        self._write(*self._within(trainer, batches))
+        return True
+
+    def _end_within(self, trainer: Trainer, batches: int) -> None:
+        """Keep the state after the last step, before the hooks of the unfinished epoch's end."""
+        if self.spec.run.checkpoints_path is None:
+            return
+        if _averager(trainer).pending:
+            logger.warning(
+                "The run ends within epoch %d while gradients accumulate. If it is resumed, it "
+                "begins with the next epoch.",
+                trainer.current_epoch,
+            )
+        else:
+            checkpoint, _, partial = self._within(trainer, batches)
+            partial["should_stop"] = False  # a longer run goes on
+            self._ended = self._prepared(checkpoint, batches, partial, stopped=trainer.should_stop)
+
+    def _within(self, trainer: Trainer, batches: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
+        """Return the state within an epoch: a checkpoint, the batches, and this rank's state."""
         checkpoint = self._checkpoint(trainer)
         checkpoint[_BASES] = self.buffers.bases
-        partial = {
-            **self._partial_state(trainer),
-            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"],
-        }
-        self._write(checkpoint, batches, partial)
-        return True
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
+        return checkpoint, batches, {**self._partial_state(trainer), "loaders": loaders}
 
     def _partial_state(self, trainer: Trainer) -> dict[str, Any]:
         """Return this rank's state within the epoch, as picklable values."""
@@ -535,16 +618,16 @@ def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     Returns
     -------
     dict
-        The copy, or the checkpoint itself if it contains user objects that cannot be copied.
+        The copy. It holds user objects themselves if they cannot be copied.
     bool
-        Whether the dict is a copy.
+        Whether all of it is a copy.
     """
     tensors = snapshot({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
     try:
         rest = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
     except Exception as error:
         logger.debug("A checkpoint is written while training waits: %s", error)
-        return checkpoint, False
+        return {**checkpoint, **tensors}, False
     return {name: tensors.get(name, rest.get(name)) for name in checkpoint}, True
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import torch
 
 from hvd_estimators.data.arrays import Columns, num_rows, take
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.trial import Trial
+from hvd_estimators.lightning.checkpoint import check_links
 from hvd_estimators.lightning.checks import check_training
 from hvd_estimators.lightning.dry_run import (
     LightningTrial,
@@ -22,11 +22,12 @@ from hvd_estimators.lightning.dry_run import (
     row_shapes,
     try_step,
 )
-from hvd_estimators.lightning.loaders import BatchForm
+from hvd_estimators.lightning.loaders import BatchForm, check_validation_batches
 from hvd_estimators.lightning.predictor import collated_inputs, forward_inputs
 from hvd_estimators.lightning.settings import LightningSettings
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import LightningTrainSpec, TrainerObjects, as_list
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import check_one_row, with_any_size
 from hvd_estimators.torch.framework import TorchFramework
 from hvd_estimators.torch.serialization import module_file
@@ -131,6 +132,8 @@ class LightningFramework(TorchFramework):
                 f"{common.data.num_shards}. With sharding={settings.sharding!r}, all processes "
                 "compute equally often. Set num_proc to a divisor."
             )
+        if settings.sharding != "none":
+            check_validation_batches(_validation_batches(common.data), settings.sharding)
         trainer_args = settings.trainer_args
         common = replace(
             common,
@@ -142,17 +145,19 @@ class LightningFramework(TorchFramework):
             ),
         )
         objects = TrainerObjects(
+            module=settings.model,
             callbacks=(*settings.callbacks, *as_list(trainer_args.pop("callbacks", None))),
             logger=trainer_args.pop("logger", settings.logger),
             profiler=trainer_args.pop("profiler", settings.profiler),
             arguments=trainer_args,
         )
+        if common.run.checkpoints_path is not None:
+            check_links(objects.callbacks, common.store, common.run.checkpoints_path)
         return LightningTrainSpec(
             **vars(common),
             flavor=settings.flavor,
-            module=module_file(settings.model),
             collectives=self.collectives,
-            objects=cloudpickle.dumps(objects),
+            objects=module_file(objects),
             sharding=settings.sharding_options,
             form=BatchForm(settings.column_dtypes, settings.column_shapes),
             log_every_n_steps=settings.log_every_n_steps,
@@ -161,6 +166,16 @@ class LightningFramework(TorchFramework):
                 **{name: settings.get(name) for name in _USERS_DATA_PARAMS},
             },
         )
+
+
+def _validation_batches(data: DataSpec) -> list[int]:
+    """Return the batches of a validation on each rank, if one of the package's readers reads."""
+    plan = data.val_plan
+    if plan is None or not isinstance(data.data_module, str):
+        return []
+    most = min(plan.steps(data.val_batch_size), data.validation_steps_per_epoch)
+    of_shards = [min(plan.rows(shard), most) for shard in range(data.num_shards)]
+    return [sum(of_shards[rank :: data.num_ranks]) for rank in range(data.num_ranks)]
 
 
 def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:

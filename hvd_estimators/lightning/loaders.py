@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.collate import CollatedBatch
 from hvd_estimators.loading.collate_fn import map_leaves
@@ -28,6 +28,21 @@ TensorBatch = Mapping[str, torch.Tensor] | CollatedBatch
 
 _Window = Sequence[Sequence[TensorBatch]]
 """Batches among which rows weigh equally: each with a micro-batch for each of the rank's shards."""
+
+
+def check_validation_batches(counts: Collection[int], mode: str) -> None:
+    """Check that all ranks validate on as many batches, as they must if they share the module.
+
+    Raises
+    ------
+    ParamError
+        If they do not; ``mode`` is the value of ``sharding``.
+    """
+    if len(set(counts)) > 1:
+        raise ParamError(
+            f"val_batch_size: the processes validate on {min(counts)} to {max(counts)} batches, "
+            f"and with sharding={mode!r} they compute together. Set a larger val_batch_size."
+        )
 
 
 def is_lightning_data(data_module: Any) -> bool:
@@ -272,8 +287,8 @@ class ValidationLoader(_Loader):
 
     Attributes
     ----------
-    is_equal : bool
-        Whether all ranks have as many batches.
+    counts : list of int
+        Batches of each rank.
     """
 
     def __init__(
@@ -283,9 +298,8 @@ class ValidationLoader(_Loader):
         super().__init__(form, steps if known is None else known)
         self._data = data
         self._device = device
-        counts = exchange.gather(len(self), "validation_batches")
-        self._shared = min(counts)
-        self.is_equal = self._shared == max(counts)
+        self.counts = exchange.gather(len(self), "validation_batches")
+        self._shared = min(self.counts)
 
     def __iter__(self) -> Iterator[Any]:
         with contextlib.closing(self._batches()) as batches:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.util
 import logging
 import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,8 +104,8 @@ def make_loggers(
     flavor : Flavor
         Lightning's package.
     steps : int, optional
-        Steps that a resumed run has logged. TensorBoard hides later entries of an earlier part
-        of the run, because the run repeats their steps.
+        Steps that a resumed run has logged. Later entries of an earlier part of the run are hidden
+        by TensorBoard, and deleted from CSV files, because the run repeats their steps.
     """
     if logger is False:
         return []
@@ -117,12 +119,33 @@ def make_loggers(
         has_tensorboard = importlib.util.find_spec("tensorboard") is not None
         default = "TensorBoardLogger" if has_tensorboard else "CSVLogger"
         further = {"purge_step": steps} if has_tensorboard and steps is not None else {}
-        return [flavor.get(f"loggers.{default}")(root, name=name, version="", **further)]
-    loggers = list(logger) if isinstance(logger, Sequence) else [logger]
-    if path is not None:
+        loggers = [flavor.get(f"loggers.{default}")(root, name=name, version="", **further)]
+    else:
+        loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+        if path is not None:
+            for given in loggers:
+                _redirect(given, path, rank)
+    if path is not None and rank == 0 and steps is not None:
         for given in loggers:
-            _redirect(given, path, rank)
+            if is_lightning(given, "loggers.CSVLogger"):
+                _keep_rows(given, steps)
     return loggers
+
+
+def _keep_rows(logger: Any, steps: int) -> None:
+    """Keep the rows of the run's first steps, in a file that Lightning would replace."""
+    rows: list[dict[str, Any]] = []
+    path = Path(logger.log_dir, "metrics.csv")
+    if path.is_file():
+        with path.open(newline="") as file:
+            rows = [
+                row
+                for row in csv.DictReader(file)
+                # A row may be incomplete if its writer was killed.
+                if (step := row.get("step") or "").isdigit() and int(step) < steps
+            ]
+    logger.experiment.metrics += rows
+    logger.save()
 
 
 def _redirect(logger: Any, path: str, rank: int) -> None:

@@ -19,7 +19,7 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
     Lightning reduces values with ``sync_dist`` when they are first read, and waits for ranks that
     neither log nor read them. This function also reduces values without ``sync_dist``, so that
     callbacks see the same values on all ranks. Of values that training steps log for steps only,
-    callbacks see the last step's, over all ranks.
+    callbacks see the last step's, over all ranks. A validation after that step may replace them.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
     rows : int
         This rank's rows in the epoch.
     step_rows : int
-        This rank's rows in the last training step.
+        This rank's rows in the last training step; 0 if its values are reduced already.
 
     Raises
     ------
@@ -37,7 +37,8 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
     """
     steps, epoch = trainer.fit_loop.epoch_loop._results, trainer._results
     assert epoch is not None
-    logged = {("step", k): m for k, m in steps.items() if not m.meta.on_epoch}
+    of_steps = steps.items() if step_rows else ()
+    logged = {("step", k): m for k, m in of_steps if not m.meta.on_epoch}
     logged |= {("epoch", k): m for k, m in epoch.items() if m.meta.on_epoch}
     logged = {
         key: metric
@@ -57,14 +58,15 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
             if metric.meta.on_epoch:
                 metric._computed = reduced.to(metric.value.dtype)
             else:
-                of_last_step[metric.meta.name] = reduced.float()
+                metric._forward_cache = of_last_step[metric.meta.name] = reduced.float()
         elif not metric.is_tensor and len(parts) == len(ranks):
             metric.compute()  # gathers its state from all ranks
         elif not metric.is_tensor:
             raise RuntimeError(
                 f"Only some ranks have logged the metric {metric.meta.name!r}. Log it on all ranks."
             )
-    trainer.callback_metrics.update(of_last_step)
+    if of_last_step:  # otherwise, Lightning would add the values of the last step
+        trainer.callback_metrics.update(of_last_step)
 
 
 def _part(metric: Any, rows: int) -> tuple[torch.Tensor, Any]:
@@ -90,6 +92,26 @@ def _combined(meta: Any, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Ten
     return values[0] if meta.sync.should and not meta.on_epoch else total
 
 
-def names_of(results: Any) -> set[str]:
-    """Return the names under which callbacks see logged values."""
-    return {results._forked_name(metric, on_step=False)[0] for metric in results.values()}
+def epoch_values(trainer: Trainer) -> dict[str, float]:
+    """Return the values that an epoch of training or validation has logged, at its end.
+
+    Their names are the ones that callbacks see.
+    """
+    results: Any = trainer._results
+    names = {
+        results._forked_name(metric, on_step=False)[0]
+        for metric in results.values()
+        if metric.meta.on_epoch and not metric.has_reset
+    }
+    seen = trainer.callback_metrics
+    return {name: float(value) for name, value in seen.items() if name in names}
+
+
+def step_values(trainer: Trainer) -> dict[str, float]:
+    """Return the values of the last training step that were logged for steps only."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return {
+        metric.meta.name: float(metric._forward_cache)
+        for metric in results.values()
+        if not (metric.meta.on_epoch or metric.has_reset or metric._forward_cache is None)
+    }

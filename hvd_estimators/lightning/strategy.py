@@ -472,10 +472,11 @@ class WeightedStrategy(DDPStrategy):
             return
         connected: Any = module.trainer
         attributes = [value for c in connected.callbacks for value in vars(c).values()]
+        own = {*module.modules()}
         with torch.inference_mode(False):
             self._buffers.reduce()
             for copied in attributes:  # such as the mean of the weights
-                if isinstance(copied, torch.nn.Module) and copied is not module:
+                if isinstance(copied, torch.nn.Module) and copied not in own:
                     average_batch_norm(copied)
 
     def reduce_logged(self) -> None:
@@ -484,6 +485,8 @@ class WeightedStrategy(DDPStrategy):
         assert trainer._results is not None
         step_rows = sum(rows for _, rows in self.outputs)
         reduce_logged(trainer, self._rows[trainer._results.training], step_rows)
+        # A validation's values of the same names are newer than the step's.
+        self.outputs = []
 
     def _reach_epoch_end(self) -> None:
         """Average statistics and values before the hooks of an epoch's end, which read them."""

@@ -11,13 +11,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
-from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN, ValueReducer
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
     TrainLoader,
     ValidationLoader,
+    check_validation_batches,
     is_lightning_data,
     open_lightning_data,
 )
@@ -83,8 +82,9 @@ class _Trainer:
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.sharding = spec.sharding if spec.sharding.applies_to(self.size) else None
-        self.module, self.base = self._load_module()
-        self.objects: TrainerObjects = loads(spec.objects)
+        self.objects: TrainerObjects = load_module(spec.objects)
+        self.module: LightningModule = self.objects.module
+        self.base = self._load_weights()
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         has_validation = spec.data.val_plan is not None or is_lightning_data(spec.data.data_module)
         # Of Lightning's check_val_every_n_epoch.
@@ -171,7 +171,7 @@ class _Trainer:
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
         else:
-            run_checkpoint.load_returned(self.module)
+            run_checkpoint.load_returned(trainer, self.module)
         return self._result(recorder)
 
     def _arguments(
@@ -240,12 +240,8 @@ class _Trainer:
         if spec.data.val_plan is not None:
             steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
-            if self.sharding is not None and not validation.is_equal:
-                raise ParamError(
-                    "val_batch_size: the processes validate on different numbers of batches, and "
-                    f"with sharding={self.sharding.mode!r} they compute together. Set a "
-                    "larger val_batch_size."
-                )
+            if self.sharding is not None:
+                check_validation_batches(validation.counts, self.sharding.mode)
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
@@ -294,18 +290,16 @@ class _Trainer:
             self.logged_steps = loop["_batches_that_stepped"]
         return state
 
-    def _load_module(self) -> tuple[LightningModule, FrozenBase | None]:
-        """Return the driver's module, and its frozen base.
+    def _load_weights(self) -> FrozenBase | None:
+        """Load the weights of ``init_weights``, and return the module's frozen base.
 
-        It has the weights of ``init_weights``, unless the ranks share it. Then, its layers read
-        them one after another.
+        If the ranks share the module, its layers read their weights later, one after another.
         """
-        module: LightningModule = load_module(self.spec.module)
-        find_weights_in(module, self.spec.store)
-        base = frozen_base(module)
+        find_weights_in(self.module, self.spec.store)
+        base = frozen_base(self.module)
         if self.sharding is None:
-            load_weights(module)
-        return module, base
+            load_weights(self.module)
+        return base
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digests = weight_digests(self.module)
@@ -318,7 +312,7 @@ class _Trainer:
             _load_best(self.trainer, self.module, self.checkpoint_io)
             if self.base is not None:
                 self.base.remove(self.module.cpu())
-            state = trained_file(self.module, lambda: load_module(self.spec.module, True))
+            state = trained_file(self.module, self._given_module)
         return TrainResult(
             combined_digest(digests),
             state,
@@ -327,6 +321,11 @@ class _Trainer:
             weight_digests=digests,
         )
 
+    def _given_module(self) -> LightningModule:
+        objects: TrainerObjects = load_module(self.spec.objects, mapped=True)
+        module: LightningModule = objects.module
+        return module
+
     def _sharded_result(self) -> LocalFile | None:
         """Return the driver's module after training, on rank 0. Called by all ranks."""
         _load_best(self.trainer, self.module, self.checkpoint_io)
@@ -334,7 +333,7 @@ class _Trainer:
         found = write_trained(self.spec.store, self.spec.run, self.module, has_base)
         if self.rank:
             return None
-        begun: LightningModule = load_module(self.spec.module, mapped=True)
+        begun = self._given_module()
         with without_weights():
             begun.configure_model()
         as_trained(begun, self.module, *found)

@@ -20,13 +20,16 @@ from hvd_estimators.training.spec import TrainSpec
 
 @dataclass(frozen=True)
 class TrainerObjects:
-    """The user's objects for Lightning's Trainer.
+    """The user's module, and further objects for Lightning's Trainer.
 
-    The objects are serialized together, because they may refer to each other. They are pickled even
-    if a backend does not pickle, because training changes them.
+    The objects are serialized together, because they may refer to each other. A callback may hold
+    layers of the module, for example. They are pickled even if a backend does not pickle, because
+    training changes them.
 
     Attributes
     ----------
+    module : LightningModule
+        The module.
     callbacks : tuple of Callback
         Lightning callbacks.
     logger : Logger, sequence of Logger, bool or None
@@ -37,6 +40,7 @@ class TrainerObjects:
         Further arguments of the Trainer.
     """
 
+    module: Any
     callbacks: tuple[Any, ...]
     logger: Any
     profiler: Any
@@ -51,12 +55,10 @@ class LightningTrainSpec(TrainSpec):
     ----------
     flavor : Flavor
         Lightning's package.
-    module : bytes
-        The LightningModule, see `module_file`.
     collectives : str
         ``"horovod"`` or ``"torch"``, see `choose_collectives`.
-    objects : bytes
-        A pickled `TrainerObjects`.
+    objects : LocalFile
+        A `TrainerObjects`, see `module_file`.
     form : BatchForm
         The tensors that a LightningModule gets.
     log_every_n_steps : int
@@ -68,9 +70,8 @@ class LightningTrainSpec(TrainSpec):
     """
 
     flavor: Flavor
-    module: LocalFile
     collectives: str
-    objects: bytes
+    objects: LocalFile
     form: BatchForm
     log_every_n_steps: int
     users_data: Mapping[str, Any]

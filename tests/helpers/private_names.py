@@ -182,8 +182,8 @@ TABLE = (
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultMetric",
-        "_computed",
-        "It is the value of an epoch, which all ranks reduce together.",
+        "_computed _forward_cache",
+        "They are the values of an epoch and of a step, which all ranks reduce together.",
     ),
     Private(
         "pytorch_lightning.Trainer",
@@ -192,8 +192,8 @@ TABLE = (
     ),
     Private(
         "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
-        "_results _batches_that_stepped",
-        "They are the results of training, and the step of its logs.",
+        "_results _batches_that_stepped _num_ready_batches_reached",
+        "They are the results of training, the step of its logs, and whether an epoch is complete.",
     ),
     Private(
         "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",

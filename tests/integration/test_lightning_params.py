@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import remote_store
 import torch
 from backends import InProcessBackend
 from lightning_reference import fit
@@ -23,6 +24,7 @@ from reference import (
 )
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store import Store
 
 pytestmark = pytest.mark.integration
 
@@ -109,6 +111,19 @@ def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: A
     for found, wanted in zip(model.getModel().net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
     assert list(Path(store.get_logs_path("profiled"), "profile").iterdir())
+
+
+class NeverLaunched(InProcessBackend):
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the ranks were launched")
+
+
+def test_a_link_to_the_last_checkpoint_in_a_remote_store_is_an_error(tmp_path: Path) -> None:
+    remote_store.register_open_store()
+    store = Store.create(f"open://{tmp_path}")
+    write_rows(tmp_path / "intermediate_train_data", 64)
+    with pytest.raises(ParamError, match=r"callbacks: .*save_last='link'.* Set save_last=True"):
+        fit(NeverLaunched(), store, callbacks=[ModelCheckpoint(save_last="link")])
 
 
 def test_mlflow_logs_to_the_logs_of_the_run(

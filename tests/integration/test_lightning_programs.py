@@ -28,6 +28,7 @@ from reference import (
     WIDTH,
     assert_same_weights,
     global_batches,
+    make_net,
     train_alone,
     write_rows,
 )
@@ -346,6 +347,39 @@ def test_fewer_ranks_run_the_hooks_of_each_batch_once(
     assert found.batches == expected.batches
     assert_same_weights(found.net, expected.net)
     assert_same_weights(found.average, expected.average)
+
+
+class Freeze(Callback):
+    """Callback that freezes a layer which it holds, and notes what a metric has counted."""
+
+    def __init__(self, layer: torch.nn.Module, metric: Any) -> None:
+        self.layer, self.metric = layer, metric
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.layer.requires_grad_(False)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.counted = self.metric.update_count
+
+
+def test_a_callback_that_holds_parts_of_the_module_works_on_the_trained_one(
+    backend: Any, store: Any
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 20, seed=1)
+    module = Regression("momentum")
+    params = {"batch_size": 16, "epochs": 2, "validation": 0.5, "val_batch_size": 4}
+    callback = Freeze(module.net[0], module.squared)
+    found = fit(backend, store, model=module, callbacks=[callback], **params).getModel()
+    net = make_net()
+    optimizer = OPTIMIZERS["momentum"](net[2].parameters())
+    for rows in 2 * global_batches(64, 2, 16):
+        output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
+        optimizer.zero_grad()
+        functional.mse_loss(output, torch.from_numpy(columns["label"][rows])).backward()
+        optimizer.step()
+    assert_same_weights(found.net, net)
+    assert found.counted == 3  # batches of ten rows
 
 
 class ToTraining(Callback):

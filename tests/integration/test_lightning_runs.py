@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from backends import InProcessBackend
 from lightning_reference import Regression, fit
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from rank_pool import shared_ranks
 from reference import (
     OPTIMIZERS,
@@ -277,6 +279,25 @@ def test_a_custom_loader_resumes_within_an_epoch(store: Any, data_module: Any) -
             train["loss"] = whole[0][epoch]["train"]["loss"]
     # After steps 4 and 8 of twelve; the second epoch starts after six.
     assert found == {(0, 8): whole, (1, 4): whole}
+
+
+def test_a_csv_file_has_the_rows_of_each_step_once(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 35)
+    logger = CSVLogger("/nowhere", name="", version="")
+    settings = {"batch_size": 5, "epochs": 2, "run_id": "kept", "logger": logger}
+    within = {"log_every_n_steps": 1, "checkpoint_every_n_steps": 4, "keep_checkpoints": 9}
+
+    def rows() -> list[dict[str, str]]:
+        fit(InProcessBackend(), store, **settings, **within)
+        with Path(store.get_logs_path("kept"), "metrics.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    whole = rows()
+    assert [int(row["step"]) for row in whole if row["train_mse"]] == list(range(14))
+    assert rows() == whole  # the run had ended
+    for path in store.get_checkpoints("kept")[-2:]:
+        Path(path).unlink()
+    assert rows() == whole
 
 
 def test_tensorboard_shows_each_step_once(store: Any) -> None:

@@ -171,7 +171,7 @@ def test_a_shared_module_validates_and_returns_its_best_weights(store: Any) -> N
     torch.testing.assert_close(
         *(model.getModel().state_dict() for model in fitted), rtol=1e-5, atol=1e-5
     )
-    with pytest.raises(AssertionError, match="val_batch_size: the processes validate on differ"):
+    with pytest.raises(ParamError, match="val_batch_size: the processes validate on 3 to 4 batch"):
         train(store, **{**given, "val_batch_size": 1})
 
 
