@@ -31,10 +31,7 @@ class _Reduction:
     ----------
     kind : str
         ``"rows"`` (mean over rows), ``"batchmean"`` (sum within each row, mean over rows),
-        ``"elements"`` (mean over the labels' elements), ``"targets"`` (mean over the class indices
-        that are not ignored), or ``"sum"``.
-    of_floats : str
-        Kind in place of ``"targets"`` for labels that are class probabilities.
+        ``"targets"`` (mean over the class indices that are not ignored), or ``"sum"``.
     weight : torch.Tensor or None
         Weight of each class.
     ignore_index : int
@@ -42,21 +39,17 @@ class _Reduction:
     """
 
     kind: str
-    of_floats: str = "rows"
     weight: torch.Tensor | None = None
     ignore_index: int = -100
 
-    def of_dtype(self, dtype: torch.dtype) -> str:
+    def of_label(self, label: torch.Tensor) -> str:
         """Return the kind for labels of this dtype."""
-        is_float = self.kind == "targets" and dtype.is_floating_point
-        return self.of_floats if is_float else self.kind
+        # Labels that are class probabilities: a mean over rows.
+        by_index = self.kind == "targets" and not label.is_floating_point()
+        return self.kind if by_index or self.kind != "targets" else "rows"
 
     def denominator(self, label: torch.Tensor) -> torch.Tensor:
-        """Return the denominator of a batch; 0 if labels do not determine it."""
-        kind = self.of_dtype(label.dtype)
-        if kind != "targets":
-            elements = label.numel() if kind == "elements" else 0
-            return torch.tensor(elements, dtype=torch.float64, device=label.device)
+        """Return the denominator of a batch, computed from its class indices."""
         counts = label != self.ignore_index
         if self.weight is None:
             return counts.sum().double()
@@ -111,7 +104,6 @@ class Loss(LossParts):
     Each loss is a numerator over a denominator. The denominator is:
 
     - the number of rows, for a mean over rows;
-    - the number of the label's elements, for a mean over elements if rows may have any number;
     - the sum of the classes' weights without ignored indices, for cross entropy of class indices;
     - 1, for ``reduction="sum"``;
     - the stated number, for a function that returns ``{"loss": ..., "denominator": ...}``.
@@ -126,19 +118,12 @@ class Loss(LossParts):
         called with ``reduction="none"``; loss modules get this value as their attribute.
     loss_weights : sequence of float
         One weight per label.
-    any_length : bool
-        Whether the number of elements of a label may differ between batches of equally many rows.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[LossFunction],
-        loss_weights: Sequence[float],
-        any_length: bool = False,
-    ) -> None:
+    def __init__(self, functions: Sequence[LossFunction], loss_weights: Sequence[float]) -> None:
         super().__init__(loss_weights)
         self.functions = list(functions)
-        self._reductions = [_reduction(function, any_length) for function in self.functions]
+        self._reductions = [_reduction(function) for function in self.functions]
 
     def __call__(
         self,
@@ -179,12 +164,17 @@ class Loss(LossParts):
     def depends_on_targets(self, dtypes: Sequence[torch.dtype]) -> bool:
         """Return whether label values of these dtypes determine a denominator."""
         pairs = zip(self._reductions, dtypes, strict=True)
-        return any(r.of_dtype(dtype) in ("elements", "targets") for r, dtype in pairs)
+        return any(r.kind == "targets" and not dtype.is_floating_point for r, dtype in pairs)
 
     def denominators(self, labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return each label's denominator in float64; 0 if label values do not determine it."""
-        pairs = zip(self._reductions, labels, strict=True)
-        return torch.stack([reduction.denominator(label) for reduction, label in pairs])
+        zero = labels[0].new_zeros((), dtype=torch.float64)
+        return torch.stack(
+            [
+                r.denominator(label) if r.of_label(label) == "targets" else zero
+                for r, label in zip(self._reductions, labels, strict=True)
+            ]
+        )
 
 
 # Losses of newer versions of torch than the oldest supported one.
@@ -213,25 +203,11 @@ _OF_NUMBERS = (
     *(torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
 )
-_OF_ELEMENTS = (
-    *_OF_NUMBERS,
-    *(torch.nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
-    *(torch.nn.BCELoss, functional.binary_cross_entropy),
-    *(torch.nn.PoissonNLLLoss, functional.poisson_nll_loss, torch.nn.KLDivLoss, functional.kl_div),
-    *(torch.nn.SoftMarginLoss, functional.soft_margin_loss),
-    *(torch.nn.HingeEmbeddingLoss, functional.hinge_embedding_loss),
-)
-"""Losses that are means over all elements."""
 
 
 def takes_class_indices(function: LossFunction) -> bool:
     """Return whether a loss of torch takes class indices as labels."""
     return _in_torch(function) in _OF_CLASS_INDICES
-
-
-def is_mean_of_elements(function: LossFunction) -> bool:
-    """Return whether a loss of torch is a mean over all elements of a batch."""
-    return _reduction(function, any_length=True).kind == "elements"
 
 
 def ignored_class(function: LossFunction) -> int:
@@ -270,7 +246,7 @@ def _in_torch(function: LossFunction) -> Any:
     """Return torch's class or function that computes a loss, or None for other losses."""
     while isinstance(function, functools.partial):
         function = function.func
-    known: tuple[Any, ...] = (*_OF_CLASS_INDICES, *_OF_ONE_SCORE, *_OF_ELEMENTS)
+    known: tuple[Any, ...] = (*_OF_CLASS_INDICES, *_OF_ONE_SCORE, *_OF_NUMBERS)
     if not isinstance(function, torch.nn.Module):
         return next((entry for entry in known if entry is function), None)
     forward = type(function).forward
@@ -299,15 +275,15 @@ def is_sum(function: LossFunction) -> bool:
     return _options_of(function)[1].get("reduction") == "sum"
 
 
-def _reduction(function: LossFunction, any_length: bool) -> _Reduction:
+def _reduction(function: LossFunction) -> _Reduction:
     """Return the reduction of a loss function; unknown functions count as a mean over rows."""
+    by_targets = takes_class_indices(function)
     _, options = _options_of(function)
     if options.get("reduction") in ("sum", "batchmean"):
         return _Reduction(options["reduction"])
-    of_floats = "elements" if any_length else "rows"
-    if takes_class_indices(function):
-        return _Reduction("targets", of_floats, options.get("weight"), ignored_class(function))
-    return _Reduction(of_floats if _in_torch(function) in _OF_ELEMENTS else "rows")
+    if not by_targets:
+        return _Reduction("rows")
+    return _Reduction("targets", options.get("weight"), ignored_class(function))
 
 
 def _part(
@@ -317,7 +293,7 @@ def _part(
     label: torch.Tensor,
     sample_weights: torch.Tensor | None,
 ) -> WeightedLoss:
-    kind = reduction.of_dtype(label.dtype)
+    kind = reduction.of_label(label)
     if sample_weights is None:
         loss = _with_reduction(function, output, label, "sum" if kind == "targets" else None)
     else:
@@ -325,18 +301,14 @@ def _part(
     value, stated = as_stated(loss, "loss")
     if sample_weights is not None:
         elements = value.reshape(len(sample_weights), -1)
-        is_mean = kind in ("rows", "elements") and stated is None
+        is_mean = kind == "rows" and stated is None
         of_rows = elements.mean(dim=1) if is_mean else elements.sum(dim=1)
         weighted = of_rows * sample_weights
-        is_of_rows = kind in ("rows", "batchmean", "elements")
-        value = weighted.mean() if is_of_rows else weighted.sum()
+        value = weighted.mean() if kind in ("rows", "batchmean") else weighted.sum()
         if stated is not None:
             value = weighted.sum() / _positive(stated, value)
     if stated is not None:
         return WeightedLoss(value, stated, "stated")
-    if kind == "elements":
-        # All rows of a batch have equally many elements: its mean is one over rows, too.
-        return WeightedLoss(value, reduction.denominator(label), "targets")
     if kind == "targets":
         weight = reduction.denominator(label)
         return WeightedLoss(value / _positive(weight, value), weight, kind)

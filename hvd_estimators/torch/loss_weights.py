@@ -5,8 +5,7 @@ the step. Optimizers, clipping and gradient scalers get the gradient of it. The 
 gradients gives the sum, so a loss is multiplied by ``ranks * passes * weight / sum(weight)``:
 
 - ``rows``: a mean over rows. The plan knows the sum, see `StepBatches`.
-- ``targets``: a mean over class indices, or over the elements of labels of any length. Ranks add up
-  the weights of the step's labels beforehand.
+- ``targets``: a mean over class indices. Ranks add up the weights of the step's labels beforehand.
 - ``stated``: the user's function states the weight. The rows take the place of the sum, until the
   last micro-batch knows it. Then gradients and loss are multiplied once by ``rows / sum(weight)``.
 - ``sum``: not divided, so the factor is ``ranks * passes``.

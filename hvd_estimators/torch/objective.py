@@ -123,8 +123,6 @@ class Objective:
         See `Metrics`.
     class_weight : mapping of int to float, or None
         Factors by which training multiplies the weights of rows; see `class_weights`.
-    any_length : bool
-        See `Loss`.
     """
 
     tensors: TensorSpec
@@ -136,7 +134,6 @@ class Objective:
     joint: bool = False
     upstream_names: bool = False
     class_weight: Mapping[int, float] | None = None
-    any_length: bool = False
 
     @property
     def is_weighted(self) -> bool:
@@ -197,10 +194,8 @@ class Objective:
         loss: Loss | JointLoss | None = None
         if losses is not None:
             on_device = [_on_device(loss, device) for loss in losses]
-            if self.joint:
-                loss = JointLoss(on_device[0])
-            else:
-                loss = Loss(on_device, self.loss_weights, self.any_length)
+            is_joint, weights = self.joint, self.loss_weights
+            loss = JointLoss(on_device[0]) if is_joint else Loss(on_device, weights)
         return RankObjective(self, loss, device)
 
 

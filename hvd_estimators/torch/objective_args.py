@@ -31,7 +31,6 @@ def make_objective(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
         metrics=metric_groups(get("metrics"), labels),
         train_minibatch_fn=None,
         joint=is_joint,
-        any_length=get("collate_fn") is not None or get("padding") is not None,
     )
 
 
