@@ -382,11 +382,11 @@ class Fit:
             first_rows = functools.partial(rows_of_model, self.settings, manifest)
             return self.framework.without_dry_run(first_rows)
         settings = self.settings
-        with contextlib.ExitStack() as stack:
-            param = settings.function_of_rows
-            is_seeded = settings.reader_pool_type == "process"
-            if param is not None and not is_seeded and reads_several(settings.data_module):
-                stack.enter_context(warning_of_draws(param))
+        param = settings.function_of_rows
+        is_seeded = settings.reader_pool_type == "process"
+        if param is None or is_seeded or not reads_several(settings.data_module):
+            return self._try(rows_of_model(settings, manifest))
+        with warning_of_draws(param):
             columns = rows_of_model(settings, manifest)
             settings.delivered(columns)
         return self._try(columns)

@@ -256,14 +256,27 @@ def traceless() -> Iterator[None]:
 def warning_of_draws(param: str) -> Iterator[None]:
     """Warn if the block draws random numbers from generators that training uses, too.
 
+    Their states are restored.
+
     Parameters
     ----------
     param : str
         The param whose function runs in the block.
     """
-    before = _random_states()
-    yield
-    if _random_states() != before:
+    torch = sys.modules.get("torch")
+    with _lock:
+        python, numpy = random.getstate(), np.random.get_state()
+        of_torch = None if torch is None else torch.get_rng_state()
+        before = _random_states()
+        try:
+            yield
+            draws = _random_states() != before
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            if torch is not None:
+                torch.set_rng_state(of_torch)
+    if draws:
         logger.warning(
             "%s: the function draws random numbers from the generators of training, and rows are "
             "made ahead of training. So another fit with the same random_seed, and a run that "

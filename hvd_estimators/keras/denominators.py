@@ -203,12 +203,12 @@ class LossDenominators:
     @property
     def count_rows(self) -> bool:
         """Return whether all losses of the newest step are means over rows."""
-        return not self._other_sums
+        return self._calls > 0 and not self._other_sums
 
     @property
     def are_joint(self) -> bool:
         """Return whether the losses of the newest step have several denominators."""
-        return not self.count_rows and self._calls > 1
+        return self._other_sums > 0 and self._calls > 1
 
     def _scaled(
         self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
@@ -271,6 +271,11 @@ class LossDenominators:
     def _times(self, value: Any, factor: Any) -> Any:
         # A batch without rows may have any loss.
         return multiply_no_nan(value, ops.cast(factor, value.dtype))
+
+
+def denominators_of(model: keras.Model) -> LossDenominators:
+    """Return the denominators of a model's losses in one process."""
+    return LossDenominators(model, [], 1, 1, lambda tensor, name: tensor)
 
 
 def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,9 +23,9 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
     torch_layers,
 )
-from hvd_estimators.keras.denominators import LossDenominators
+from hvd_estimators.keras.denominators import LossDenominators, denominators_of
 from hvd_estimators.keras.losses import check_loss
-from hvd_estimators.keras.metrics import check_metrics, results
+from hvd_estimators.keras.metrics import as_logs, check_metrics, results
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import (
     ZEROS,
@@ -103,7 +102,7 @@ class DryRun:
     metric_names : list of str or None
         Names of loss and metrics; None if only the ranks find them out.
     counts_rows : bool
-        Whether all losses of a step are means over rows.
+        Whether all losses of the model are means over rows.
     joint_steps : str or None
         Why a step needs one batch of each rank, as the end of a sentence; None if it does not.
     """
@@ -286,9 +285,11 @@ class DryRun:
             return
         trial, batch = self._copy(), self.tensors.arrays(columns)
         try:
-            with traceless(), self._counting(trial, batch):
+            with traceless():
                 self._compile(trial, self.outputs)
-                trial.train_step(batch)
+                before, losses = _updates(trial), denominators_of(trial)
+                with losses.in_step(batch, False):
+                    trial.train_step(batch)
         except Exception as error:
             if leave_to_ranks(error, SHAPE_KINDS):
                 return
@@ -298,6 +299,11 @@ class DryRun:
                 f"{type(error).__name__}: {error}. Without label_cols it gets x, otherwise (x, y). "
                 "Set feature_cols and label_cols to what it expects."
             ) from error
+        updates = _updates(trial) - before
+        if updates > 1:
+            self.joint_steps = f"and the model's train_step applies optimizers {updates} times"
+        else:
+            self._note_losses(losses)
         try:
             with traceless():
                 trial.test_step(batch)
@@ -333,6 +339,8 @@ class DryRun:
 
     def _call(self, columns: Columns) -> tuple[Any, Any]:
         """Call the model, and return its input and its output."""
+        for field in keras.tree.flatten(self._inputs):
+            field.check_whole(columns[field.column])
         x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs))
         with kept_variables(self.model), traceless():
             return x, self.model(x, training=False)
@@ -357,25 +365,19 @@ class DryRun:
                         f"{type(error).__name__}: {error}."
                     ) from error
                 return
-            is_tried = check_loss(self.model, self.outputs, x, outputs, labels, weights)
+            losses = denominators_of(self.model)
+            given = (x, outputs, labels, weights)
+            is_tried = check_loss(self.model, self.outputs, *given, denominators=losses)
             if is_tried:
-                with traceless(), self._counting(self.model, batch):
-                    self.model.compute_loss(x, labels, outputs, weights)
+                self.counts_rows = losses.count_rows
+                self._note_losses(losses)
         if is_tried and labels is not None:
             self._batch = (x, labels, outputs, weights)
             self._try_metrics()
 
-    @contextlib.contextmanager
-    def _counting(self, model: keras.Model, batch: Any) -> Iterator[None]:
-        """Note why a step in the block, if it does, needs one batch of each rank."""
-        losses = LossDenominators(model, [], 1, 1, lambda tensor, name: tensor)
-        with losses.in_step(batch, False):
-            yield
-        self.counts_rows = losses.count_rows
-        applied = sum(int(o.iterations) for o in model_optimizers(model))
-        if applied > 1:
-            self.joint_steps = f"and the model's train_step applies optimizers {applied} times"
-        elif losses.are_joint:
+    def _note_losses(self, losses: LossDenominators) -> None:
+        """Note whether the losses of a step need one batch of each rank."""
+        if losses.are_joint:
             self.joint_steps = (
                 "and several losses, one of them with a mask, ignored classes, a denominator or "
                 "reduction='sum', need one batch"
@@ -386,9 +388,9 @@ class DryRun:
         assert self._batch is not None
         try:
             with traceless():
-                self.model.compute_metrics(*self._batch)
-                if not has_own_test_step(self.model):
-                    self.metric_names = list(results(self.model))
+                logs = as_logs(self.model.compute_metrics(*self._batch))
+            if not has_own_test_step(self.model):
+                self.metric_names = list({**results(self.model), **logs})
         except Exception as error:
             if not leave_to_ranks(error, SHAPE_KINDS):
                 raise ShapeError(
@@ -454,6 +456,11 @@ class DryRun:
             Field(name, _label_shape(shape, self._row_shapes.get(name)))
             for name, shape in zip(names, shapes, strict=True)
         ]
+
+
+def _updates(model: keras.Model) -> int:
+    """Return how often a model's optimizers have been applied."""
+    return sum(int(optimizer.iterations) for optimizer in model_optimizers(model))
 
 
 def _label_shape(

@@ -230,7 +230,7 @@ class KerasFramework(Framework):
             padded = [name for name in settings.label_cols if name in (settings.padding or ())]
             if padded and trial.dry_run.counts_rows:
                 logger.warning(
-                    "padding: the label %r is padded, and its loss counts the padding, whose "
+                    "padding: the label %r is padded, and its loss may count the padding, whose "
                     "length depends on num_proc. Let the model mask it, as "
                     "Embedding(mask_zero=True) does, or give the loss a method "
                     "denominator(y_true, y_pred).",

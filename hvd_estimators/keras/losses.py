@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from hvd_estimators.keras.backend import (
     on_tensorflow,
 )
 from hvd_estimators.keras.compile_args import losses
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.training.row_weights import compare_halves
 
@@ -177,6 +179,7 @@ def check_loss(
     outputs: Any,
     labels: Any,
     weights: Any | None,
+    denominators: LossDenominators | None = None,
 ) -> bool:
     """Try the loss; return False if only the ranks can determine if the loss works.
 
@@ -189,6 +192,8 @@ def check_loss(
     x, outputs, labels, weights : tensors
         The model's input and output for some rows, labels in the structure of the outputs, and
         row weights or None.
+    denominators : LossDenominators, optional
+        Counts the losses that the model calls.
 
     Raises
     ------
@@ -214,8 +219,11 @@ def check_loss(
                 f"add_loss: expected a number, found shape {tuple(added.shape)}. Add the mean "
                 "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."
             )
+    counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if denominators is not None:
+        counting = denominators.in_step((x, labels, weights), False)
     try:
-        with traceless():
+        with traceless(), counting:
             value = model.compute_loss(*given)
     except Exception as error:
         if leave_to_ranks(error, SHAPE_KINDS):

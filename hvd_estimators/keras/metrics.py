@@ -123,7 +123,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     try:
         # This call builds the metrics.
         _measure(model, [(x, y, outputs, weights)])
-        if not half or all(map(_is_known, leaf_metrics(model))):
+        if not half or all(map(is_known, leaf_metrics(model))):
             return
         joint, first, second = (_measure(model, some) for some in (parts, parts[:1], parts[1:]))
     except Exception as error:
@@ -139,7 +139,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     for metric, *states in zip(leaf_metrics(model), joint, first, second, strict=True):
         for expected, *own in zip(*states, strict=True):
             merged = np.add(*own)
-            if _is_known(metric) or np.allclose(expected, merged, 1e-3, 1e-6, equal_nan=True):
+            if is_known(metric) or np.allclose(expected, merged, 1e-3, 1e-6, equal_nan=True):
                 continue
             raise ParamError(
                 f"metrics: the state of {metric.name!r} ({type(metric).__name__}) cannot be added "
@@ -150,7 +150,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
             )
 
 
-def _is_known(metric: Any) -> bool:
+def is_known(metric: Any) -> bool:
     """Return whether a metric defines how its state is reduced, or is one of Keras's."""
     return is_keras(type(metric)) or any(
         variable.aggregation != "sum" for variable in metric.variables

@@ -49,19 +49,21 @@ class Field:
         if dtype == "string":
             # NumPy's text arrays hold objects, which Keras does not always accept.
             return ops.convert_to_tensor(array.reshape(len(array), *shape), "string")
-        with np.errstate(invalid="ignore"):
-            converted = array.astype(dtype, copy=False)
-        if array.dtype.kind == "f" and converted.dtype.kind in "iu":
-            wrong = converted != array
-            if wrong.any():
-                raise DataError(
-                    f"expected whole numbers in the column {self.column!r}, which the model takes "
-                    f"as {dtype}, found {array[wrong][0]:g}. Round the column, or give the model "
-                    "an input of floats.",
-                    param="feature_cols",
-                    column=self.column,
-                )
-        return converted.reshape(len(array), *shape)
+        return array.astype(dtype, copy=False).reshape(len(array), *shape)
+
+    def check_whole(self, array: Array) -> None:
+        """Reject fractions and NaN in a column that the model takes as integers."""
+        if array.dtype.kind != "f" or "int" not in self.dtype_of(array.dtype):
+            return
+        wrong = array != np.floor(array)
+        if wrong.any():
+            raise DataError(
+                f"expected whole numbers in the column {self.column!r}, which the model takes as "
+                f"{self.dtype}, found {array[wrong][0]:g}. Round the column, or give the model an "
+                "input of floats.",
+                param="feature_cols",
+                column=self.column,
+            )
 
     def tensor(self, tensor: Any) -> Any:
         """Convert a column's tensor, rows first, to the model's input."""

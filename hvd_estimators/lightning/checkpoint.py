@@ -18,7 +18,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,8 +217,8 @@ class RunCheckpoint(Callback):
         given: Any = trainer
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
         is_local = self.spec.store.local_path(self.directory) is not None
+        check_links(_model_checkpoints(trainer), self.spec.store, self.directory)
         for callback in _model_checkpoints(trainer):
-            check_links([callback], self.spec.store, self.directory)
             # It opens its folder next, and without the store's options.
             callback.dirpath = self.directory if is_local else _NO_FOLDER
 
@@ -329,8 +329,9 @@ class RunCheckpoint(Callback):
             self.save(trainer, stopped=stopped)
             return
         self.logs.sync()
-        ended, self._ended = self._ended, None
-        state, checkpoint = ended.state, ended.checkpoint
+        # A hook of the epoch's end may have stopped training later.
+        ended = replace(self._ended, state=replace(self._ended.state, stopped=stopped))
+        state, checkpoint, self._ended = ended.state, ended.checkpoint, None
         if state.rows:
             records = self.recorder.history[state.epoch :]
             checkpoint[_UNFINISHED] = (
@@ -500,7 +501,9 @@ class RunCheckpoint(Callback):
         if self.spec.run.checkpoints_path is None:
             return
         if _averager(trainer).pending:
-            logger.warning(
+            level = logging.WARNING if self.shards.rank == 0 else logging.DEBUG
+            logger.log(
+                level,
                 "The run ends within epoch %d while gradients accumulate. If it is resumed, it "
                 "begins with the next epoch.",
                 trainer.current_epoch,

@@ -138,14 +138,17 @@ def _keep_rows(logger: Any, steps: int) -> None:
     path = Path(logger.log_dir, "metrics.csv")
     if path.is_file():
         with path.open(newline="") as file:
-            rows = [
-                row
-                for row in csv.DictReader(file)
-                # A row may be incomplete if its writer was killed.
-                if (step := row.get("step") or "").isdigit() and int(step) < steps
-            ]
+            rows = [row for row in csv.DictReader(file) if _step_of(row) < steps]
     logger.experiment.metrics += rows
     logger.save()
+
+
+def _step_of(row: dict[str, Any]) -> float:
+    """Return a row's step; infinity if the row is incomplete, because its writer was killed."""
+    try:
+        return float(row["step"])
+    except (KeyError, TypeError, ValueError):
+        return float("inf")
 
 
 def _redirect(logger: Any, path: str, rank: int) -> None:

@@ -726,7 +726,7 @@ class CheckedDataModule(ChunkedDataModule):
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the sizes that the user's data module reports."""
         sizes = self.module.global_train_sizes()
-        return sizes and itertools.islice(sizes, self._discarded, None)
+        return None if sizes is None else itertools.islice(sizes, self._discarded, None)
 
     def _stacked(self, chunk: Batches) -> Batches:
         if isinstance(chunk, CollatedBatch) or self._inputs.matrices.keys() <= set(

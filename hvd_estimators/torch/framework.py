@@ -278,8 +278,8 @@ class TorchFramework(Framework):
                 logger.warning(
                     "padding: the label %r is padded, and its loss is a mean over all elements, "
                     "also over the padding, whose length depends on num_proc and batch_size_fn. "
-                    "Set loss to a function that returns {'loss': mean, 'denominator': count} of "
-                    "the elements that count.",
+                    "The weights then depend on them, too. Set loss to a function that returns "
+                    "{'loss': mean, 'denominator': count} of the elements that count.",
                     label,
                 )
 

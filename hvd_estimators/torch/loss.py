@@ -210,6 +210,12 @@ def takes_class_indices(function: LossFunction) -> bool:
     return _in_torch(function) in _OF_CLASS_INDICES
 
 
+def is_mean_of_elements(function: LossFunction) -> bool:
+    """Return whether a loss of torch is a mean over all elements of a batch."""
+    is_mean = _options_of(function)[1].get("reduction") in (None, "mean")
+    return is_mean and _in_torch(function) in (*_OF_NUMBERS, *_OF_ONE_SCORE)
+
+
 def ignored_class(function: LossFunction) -> int:
     """Return the class index that a loss of class indices ignores."""
     ignored = _options_of(function)[1].get("ignore_index")

@@ -12,6 +12,7 @@ import pytest
 from variants import others_in_soak
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.fitting.fit import Fit
 from hvd_estimators.keras import KerasEstimator, load_predictor
 from hvd_estimators.keras.custom_objects import remember
 from hvd_estimators.keras.dry_run import DryRun
@@ -69,16 +70,59 @@ def test_text_for_layers_of_numbers_fails_on_the_driver() -> None:
 def test_fractions_for_inputs_of_integers_are_rejected(wrong: float) -> None:
     word = keras.Input((), dtype="int32")
     model = keras.Model(word, keras.layers.Dense(1)(keras.layers.Embedding(8, 3)(word)))
+    model.compile("sgd", "mse")
     columns = {"word": np.array([1.0, 2.0, wrong]), "y": COLUMNS["y"]}
     message = rf"^feature_cols: expected whole numbers in the column 'word'.*int32, found {wrong:g}"
     with pytest.raises(DataError, match=message):
         DryRun(model, ["word"], ["y"], None, None).run(columns)
-    fitted = KerasModel(model=model, feature_columns=["word"], label_columns=["y"])
-    document, load = fitted._make_predictor()
-    predictor = load(document)
-    assert predictor([columns["word"][:2]])[0].shape == (2, 1)
-    with pytest.raises(DataError, match=message):
-        predictor([columns["word"]])
+    columns["word"][2] = 3.0
+    DryRun(model, ["word"], ["y"], None, None).run(columns)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Updating(keras.Model):
+    """A model whose step updates it a number of times, and which measures a value by itself."""
+
+    def __init__(self, times: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.times, self.dense = times, keras.layers.Dense(1)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "times": self.times}
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        return [super(Updating, self).train_step(data) for _ in range(self.times)][-1]
+
+
+class Measuring(keras.Sequential):
+    """A model that logs a value besides its metrics."""
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().compute_metrics(*args, **kwargs), "own": 1.0}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_updates_of_a_step_are_counted_for_trained_optimizers(times: int) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+    columns = {"x": x, "y": x[:, 0]}
+    model = Updating(times)
+    model.compile("adam", "mse")
+    model.fit(x, columns["y"], epochs=3, verbose=0)
+    given = {"feature_cols": ["x"], "label_cols": ["y"]}
+    trial: Any = Fit(KerasEstimator(model=model, **given)).framework.dry_run(columns)
+    expected = None if times == 1 else "and the model's train_step applies optimizers 2 times"
+    assert trial.dry_run.joint_steps == expected
+
+
+def test_names_of_metrics_are_those_of_the_logs() -> None:
+    model = Measuring([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    dry_run = DryRun(model, ["x"], ["y"], None, None)
+    dry_run.run({"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)})
+    assert dry_run.metric_names == ["loss", "mae", "own"]
 
 
 def test_a_single_row_may_have_other_dimensions() -> None:

@@ -223,7 +223,7 @@ def test_other_ranks_fail_soon_and_name_a_killed_rank(kind: str, tmp_path: Path)
 
 
 def hold_up(kind: str, seconds: float) -> None:
-    process_group._LEAST_SECONDS = 10.0  # They start together.
+    process_group._LEAST_SECONDS = 15.0  # They start together.
     with session(kind) as mine:
         for step in range(5):
             if mine.rank == 2 and step == 3:
