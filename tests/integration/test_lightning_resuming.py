@@ -271,7 +271,21 @@ class StopWithin(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.parametrize("ends_by", ["max_steps", "should_stop"])
+class StopAfterTwo(Callback):
+    """Stop training after the second epoch, and train on if there is a third one."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+ENDS: dict[str, tuple[Any, ...]] = {
+    "max_steps": (11,),
+    "should_stop": (17, StopWithin()),
+    "max_steps, and a stop": (11, StopAfterTwo()),
+}
+
+
+@pytest.mark.parametrize("ends_by", ENDS)
 def test_a_run_that_ends_within_an_epoch_resumes_there(
     backend: Any, store: Any, ends_by: str
 ) -> None:
@@ -295,23 +309,17 @@ def test_a_run_that_ends_within_an_epoch_resumes_there(
         return end_of(store, model, run_id)
 
     whole = run("whole", 17)
-    short = (11,) if ends_by == "max_steps" else (17, StopWithin())
+    short = ENDS[ends_by]
     first = run("one", *short)
     state = read_state(store, store.get_checkpoints("one")[-1])
     assert (state.epoch, state.rows, len(first[0])) == (1, 4 * 16, 2)
+    assert state.stopped == (ends_by != "max_steps")
     assert_equal_bits(run("one", *short), first)
     found = run("one", 17, resume_stopped=True)
     for end in (found, whole):
         end[2]["callbacks"] = {k: v for k, v in end[2]["callbacks"].items() if "Count" in k}
         end[2]["hvd_estimators.unfinished"] = end[2]["hvd_estimators.unfinished"][0]
     assert_equal_bits(*same_parts(found, whole, (1, 64)))
-
-
-class StopAfterTwo(Callback):
-    """Stop training after the second epoch, and train on if there is a third one."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.should_stop = trainer.current_epoch == 1
 
 
 def test_a_stopped_run_stays_stopped_whatever_ends_it(backend: Any, store: Any) -> None:
