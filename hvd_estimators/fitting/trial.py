@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from hvd_estimators._util.random_state import kept_random_state, kept_random_state_with_torch
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -236,20 +237,15 @@ def traceless() -> Iterator[None]:
     states of Python and NumPy. The caller must pass copies of the user's objects to the code. Only
     one thread at a time can be in the block.
     """
-    with _lock:
-        python, numpy = random.getstate(), np.random.get_state()
+    with _lock, kept_random_state():
         muted: Any = _Muted(sys.stdout), _Muted(sys.stderr)
-        try:
-            with (
-                contextlib.redirect_stdout(muted[0]),
-                contextlib.redirect_stderr(muted[1]),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        with (
+            contextlib.redirect_stdout(muted[0]),
+            contextlib.redirect_stderr(muted[1]),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
 
 
 @contextlib.contextmanager
@@ -263,19 +259,10 @@ def warning_of_draws(param: str) -> Iterator[None]:
     param : str
         The param whose function runs in the block.
     """
-    torch = sys.modules.get("torch")
-    with _lock:
-        python, numpy = random.getstate(), np.random.get_state()
-        of_torch = None if torch is None else torch.get_rng_state()
+    with _lock, kept_random_state_with_torch():
         before = _random_states()
-        try:
-            yield
-            draws = _random_states() != before
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if torch is not None:
-                torch.set_rng_state(of_torch)
+        yield
+        draws = _random_states() != before
     if draws:
         logger.warning(
             "%s: the function draws random numbers from the generators of training, and rows are "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -163,17 +163,6 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore Python's and NumPy's random states after the block: Keras draws seeds from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def to_dense(value: Any) -> Any:

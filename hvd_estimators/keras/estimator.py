@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from hvd_estimators._util.random_state import kept_random_state
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import RunResults
-from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.framework import KerasFramework
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_values

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_estimators._util.random_state import kept_random_state
 from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
@@ -23,7 +24,6 @@ from hvd_estimators.keras.backend import (
     config,
     configure,
     has_own_test_step,
-    kept_random_state,
     on_tensorflow,
     traced,
 )

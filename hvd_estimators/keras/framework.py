@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_estimators._util.random_state import kept_random_state
 from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
@@ -24,7 +25,6 @@ from hvd_estimators.keras.backend import (
     config,
     has_own_step,
     is_keras,
-    kept_random_state,
     learning_rates,
     model_optimizers,
     require_backend,

@@ -16,6 +16,7 @@ from typing import IO, Any
 import cloudpickle
 import keras
 
+from hvd_estimators._util.random_state import kept_random_state
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import load as load_from
 from hvd_estimators._util.unpickle_imports import loads
@@ -24,7 +25,6 @@ from hvd_estimators.keras.backend import (
     all_layers,
     has_own_compile,
     is_keras,
-    kept_random_state,
     model_optimizers,
 )
 from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError, is_remembered

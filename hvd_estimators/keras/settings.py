@@ -12,10 +12,11 @@ from typing import Any
 
 import keras
 
+from hvd_estimators._util.random_state import kept_random_state
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.settings import Settings
 from hvd_estimators.fitting.trial import causes
-from hvd_estimators.keras.backend import has_own_compile, has_own_step, kept_random_state
+from hvd_estimators.keras.backend import has_own_compile, has_own_step
 from hvd_estimators.keras.compile_args import CompileSettings, losses, optimizer_state, sums
 from hvd_estimators.keras.custom_objects import Recipe, UnequalCopyError
 from hvd_estimators.keras.losses import kind_of_outputs, without_reduction
@@ -48,18 +49,19 @@ class KerasSettings(Settings):
         return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
 
     @property
-    def selecting_callbacks(self) -> Sequence[Any]:
+    def _selecting(self) -> list[keras.callbacks.ModelCheckpoint]:
+        """The callback that selects the epoch that a fit returns, if any."""
         callback = self.checkpoint_callback
-        # A fit returns the epoch that it selects.
-        own = [callback] if callback is not None and selects_by_metric(callback) else []
-        return [*own, *self.callbacks]
+        return [callback] if callback is not None and selects_by_metric(callback) else []
+
+    @property
+    def selecting_callbacks(self) -> Sequence[Any]:
+        return [*self._selecting, *self.callbacks]
 
     @property
     def monitors(self) -> list[tuple[str, str | None]]:
-        callback = self.checkpoint_callback
-        selecting = [callback] if callback is not None and selects_by_metric(callback) else []
         what = "checkpoint_callback: its monitor"
-        return [*super().monitors, *((what, each.monitor) for each in selecting)]
+        return [*super().monitors, *((what, each.monitor) for each in self._selecting)]
 
     @property
     def has_own_tensorboard(self) -> bool:

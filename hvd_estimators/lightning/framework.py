@@ -173,8 +173,10 @@ def _validation_batches(data: DataSpec) -> list[int]:
     plan = data.val_plan
     if plan is None or not isinstance(data.data_module, str):
         return []
-    most = min(plan.steps(data.val_batch_size), data.validation_steps_per_epoch)
-    of_shards = [min(plan.rows(shard), most) for shard in range(data.num_shards)]
+    of_shards = [
+        min(plan.batches(shard, data.val_batch_size), data.validation_steps_per_epoch)
+        for shard in range(data.num_shards)
+    ]
     return [sum(of_shards[rank :: data.num_ranks]) for rank in range(data.num_ranks)]
 
 

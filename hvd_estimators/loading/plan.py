@@ -138,6 +138,11 @@ class ShardPlan:
         """Return the number of steps in one pass, which is the same for all shards."""
         return -(-max(self._rows) // batch_size)
 
+    def batches(self, shard: int, batch_size: int) -> int:
+        """Return the number of a shard's batches with rows; other shards may have more."""
+        # A shard with fewer rows than steps has batches of one row. The other steps are left out.
+        return min(self.steps(batch_size), self.rows(shard))
+
     @functools.cached_property
     def _rows(self) -> list[int]:
         return [sum(row_range.rows for row_range in shard) for shard in self.shards]

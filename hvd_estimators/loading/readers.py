@@ -477,9 +477,8 @@ class PlannedDataModule(ChunkedDataModule):
         return min(len(self._val_sizes(self.val_plan)), self.steps_per_epoch_val)
 
     def _val_sizes(self, plan: ShardPlan) -> BatchSizes:
-        # A shard with fewer rows than steps has batches of one row. The other steps are left out.
-        rows = plan.rows(self.cur_shard)
-        return BatchSizes([rows], min(plan.steps(self.val_batch_size), rows), self.val_batch_size)
+        batches = plan.batches(self.cur_shard, self.val_batch_size)
+        return BatchSizes([plan.rows(self.cur_shard)], batches, self.val_batch_size)
 
     def _ahead(self, chunks: Generator[Batches, None, None], name: str) -> Iterator[Batches]:
         """Produce chunks in a separate thread while earlier ones are used."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_estimators._util.random_state import kept_random_state_with_torch
+
 
 @contextlib.contextmanager
 def horovod_session(
@@ -141,14 +143,10 @@ def seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
-            if torch is not None:
-                torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    torch = sys.modules.get("torch")
+    with kept_random_state_with_torch():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if torch is not None:
+            torch.manual_seed(seed)
+        yield

@@ -1,0 +1,30 @@
+"""Global random states, which trials and copies of the user's objects must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore Python's and NumPy's random states after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def kept_random_state_with_torch() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and an imported torch after the block."""
+    torch = sys.modules.get("torch")
+    of_torch = contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[])
+    with kept_random_state(), of_torch:
+        yield
