@@ -178,7 +178,8 @@ class KerasPredictor(FrameworkPredictor):
                 self._model.make_predict_function()
                 outputs = self._model.predict_function([(x,)])
             else:
-                outputs = self._model.predict_on_batch(x)
+                # Not a model's own, as in training: keras-hub's prepares the columns once more.
+                outputs = keras.Model.predict_on_batch(self._model, x)
 
         def finish() -> list[Array]:
             computed = outputs

@@ -50,6 +50,14 @@ class Returning(keras.Model):
         return forms[self.form]()
 
 
+@keras.saving.register_keras_serializable("test_keras_predictor")
+class Preparing(keras.Sequential):
+    """Model that prepares what its own methods get, as keras-hub's models do."""
+
+    def predict_on_batch(self, x: Any) -> Any:
+        return super().predict_on_batch(100 * x)
+
+
 def predictor(model: keras.Model, **params: Any) -> Any:
     given = {"feature_columns": ["x"], "label_columns": ["y"], **params}
     document, load = KerasModel(model=model, **given)._make_predictor()
@@ -60,6 +68,19 @@ def net() -> keras.Model:
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(32, activation="tanh")
     return keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_columns_are_not_prepared_once_more(overlaps: bool) -> None:
+    model = Preparing([keras.Input((8,)), keras.layers.Dense(3, activation="tanh")])
+    kernel, bias = (variable.numpy() for variable in model.variables)
+
+    returning = predictor(model)
+    # As on a GPU.
+    returning.overlaps = overlaps
+
+    (found,) = returning([ROWS])
+    np.testing.assert_allclose(found, np.tanh(ROWS @ kernel + bias), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("precision", "digits"), [("bfloat16", 2**-8), ("float16", 2**-11)])
