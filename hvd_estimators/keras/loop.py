@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -324,6 +325,39 @@ class RankCallbacks(keras.callbacks.CallbackList):
         if self.model.stop_training:
             self.stop = True
             self.model.stop_training = False
+
+
+def separate_evaluation(model: keras.Model, own_step: Callable[[Any], Any]) -> None:
+    """Make the validation of ``fit`` run the model's present ``test_step``, and others their own.
+
+    Callbacks may evaluate rows of theirs on some ranks only, where ranks must not be reduced over.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Its methods ``evaluate`` and ``test_step`` are replaced.
+    own_step : callable
+        The ``test_step`` without other ranks, for the user's calls.
+    """
+    of_user: Any = model.evaluate
+    of_fit = of_user
+    if type(model).evaluate.__module__.partition(".")[0] in ("keras_hub", "keras_nlp"):
+        # Theirs prepares data, as their fit() does, which is not called.
+        of_fit = functools.partial(keras.Model.evaluate, model)
+    # Each step has a traced function of its own.
+    traces = {True: (model.test_step, None), False: (own_step, None)}
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        is_fits = isinstance(kwargs.get("callbacks"), RankCallbacks)
+        before = model.test_step, model.test_function
+        model.test_step, model.test_function = traces[is_fits]
+        try:
+            return (of_fit if is_fits else of_user)(*args, **kwargs)
+        finally:
+            traces[is_fits] = model.test_step, model.test_function
+            model.test_step, model.test_function = before
+
+    model.test_step, model.evaluate = own_step, evaluate
 
 
 def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:

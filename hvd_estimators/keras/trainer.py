@@ -40,7 +40,7 @@ from hvd_estimators.keras.collectives import (
 from hvd_estimators.keras.dataset import ColumnDatasets, reading_first
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.gradients import distribute
-from hvd_estimators.keras.loop import RankCallbacks, StepEnd
+from hvd_estimators.keras.loop import RankCallbacks, StepEnd, separate_evaluation
 from hvd_estimators.keras.model_file import save_values
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams, seed_states
@@ -265,6 +265,7 @@ class _Trainer:
         )
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+        separate_evaluation(model, self.own_test_step)
         # Not a model's own fit(): keras-hub's prepares data, and takes no reader of torch.
         keras.Model.fit(
             model,
@@ -299,6 +300,7 @@ class _Trainer:
 
             return counted
 
+        self.own_test_step = self.model.test_step
         self.model.train_step = weighted(self.model.train_step, True)
         self.model.test_step = weighted(self.model.test_step, False)
 

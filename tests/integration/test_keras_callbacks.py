@@ -45,6 +45,25 @@ class StopsOneRank(keras.callbacks.Callback):
         self.seen = epoch
 
 
+class Evaluates(keras.callbacks.Callback):
+    """Callback that evaluates rows of its own in every epoch, and keeps the last loss by rank."""
+
+    def __init__(self, directory: str, rows: Any, rank_zero_only: bool) -> None:
+        super().__init__()
+        self.directory, self.rows, self.rank_zero_only = directory, rows, rank_zero_only
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.found = self.model.evaluate(*self.rows, batch_size=7, verbose=0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        import os
+
+        again = self.model.evaluate(*self.rows, batch_size=7, verbose=0)
+        batch = self.model.test_on_batch(*self.rows)
+        with open(f"{self.directory}/{os.environ['HOROVOD_RANK']}", "w") as file:
+            print(self.found, again, batch, file=file)
+
+
 class Largest(keras.metrics.Metric):
     """The largest output, which is no sum."""
 
@@ -139,3 +158,45 @@ def test_the_best_model_is_returned_after_a_restart(store: Any) -> None:
     loss, above = model.evaluate(held_out["features"], held_out["label"], verbose=0)
     assert loss == pytest.approx(losses[1], rel=1e-5)
     assert above == fitted.getHistory()["val_above"][1]
+
+
+def squared_loss(reduction: str) -> keras.losses.Loss:
+    return keras.losses.MeanSquaredError(reduction=reduction)
+
+
+@pytest.mark.parametrize("rank_zero_only", [False, True])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_a_callback_evaluates_rows_of_its_own(
+    store: Any, tmp_path: Path, reduction: str, rank_zero_only: bool
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 20, seed=1)
+    own = write_rows(tmp_path / "own", 31, seed=2)
+    rows = own["features"], own["label"][:, None]
+    found = tmp_path / "found"
+    found.mkdir()
+
+    def fit(*callbacks: keras.callbacks.Callback) -> Any:
+        return pooled_estimator(
+            store,
+            2,
+            batch_size=16,
+            epochs=2,
+            validation=0.1,
+            optimizer=keras.optimizers.SGD(0.001),
+            loss=squared_loss(reduction),
+            callbacks=[*callbacks],
+        ).fit_on_parquet()
+
+    fitted = fit(Evaluates(str(found), rows, rank_zero_only))
+
+    # The last validation comes after the last step.
+    alone = fitted.getModel()
+    alone.compile(loss=squared_loss(reduction))
+    evaluated = alone.evaluate(*rows, batch_size=7, verbose=0)
+    expected = [evaluated, evaluated, alone.test_on_batch(*rows)]
+    pages = [[float(n) for n in page.read_text().split()] for page in sorted(found.iterdir())]
+    assert len(pages) == 2 - rank_zero_only
+    for page in pages:
+        np.testing.assert_allclose(page, expected, rtol=1e-5)
+    assert fitted.getHistory() == fit().getHistory()

@@ -200,3 +200,36 @@ def test_a_resumed_callback_compares_with_its_own_margin() -> None:
             found.append((callback.best, callback.wait))
     # Only the last loss is better by half.
     assert found == [(1.0, 0), (1.0, 1), (1.0, 2), (0.4, 0)]
+
+
+@pytest.mark.parametrize("module", ["keras_hub.src.utils", "mine"])
+def test_validation_does_not_prepare_rows_once_more(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    class Task(keras.Sequential):
+        """Model as those of older keras-hub, which prepare the rows of a validation, too."""
+
+        def evaluate(self, x: Any, y: Any, **kwargs: Any) -> Any:
+            kwargs.pop("_use_cached_eval_dataset", None)
+            return super().evaluate(100 * x, y, **kwargs)
+
+    Task.evaluate.__module__ = module
+    model = Task([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    (kernel,) = (variable.numpy() for variable in model.variables)
+    loop.separate_evaluation(model, model.test_step)
+    monkeypatch.setattr(loop, "sum_arrays", lambda arrays, name: arrays)
+    others: list[Any] = [Saver(model, 1), [], Nowhere(), Steps(), None]
+    callbacks = RankCallbacks([], model, 1, 1, *others)
+
+    history = keras.Model.fit(
+        model, ROWS, ROWS, validation_data=(ROWS, ROWS), callbacks=callbacks, verbose=0
+    )
+
+    # A method of the user's is called, as Keras does.
+    prepared = ROWS if module.startswith("keras_hub") else 100 * ROWS
+    expected = np.mean((prepared * kernel - ROWS) ** 2)
+    assert history.history["val_loss"] == [pytest.approx(expected, rel=1e-5)]
+    assert model.evaluate(ROWS, ROWS, verbose=0) == pytest.approx(
+        np.mean((100 * ROWS * kernel - ROWS) ** 2), rel=1e-5
+    )
