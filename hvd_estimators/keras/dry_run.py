@@ -24,8 +24,14 @@ from hvd_estimators.keras.backend import (
     torch_layers,
 )
 from hvd_estimators.keras.denominators import LossDenominators, denominators_of
-from hvd_estimators.keras.losses import check_loss
-from hvd_estimators.keras.metrics import as_logs, check_metrics, results
+from hvd_estimators.keras.losses import check_loss, has_own_call, has_own_loss, losses_by_output
+from hvd_estimators.keras.metrics import (
+    as_logs,
+    check_metrics,
+    has_own_update,
+    leaf_metrics,
+    results,
+)
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import (
     ZEROS,
@@ -214,6 +220,7 @@ class DryRun:
             self._check_rows(outputs, len(next(iter(columns.values()))))
             self._note_shapes(outputs)
             self._check_copy(x, outputs)
+            self._check_flat()
             if has_own_step(self.model):
                 self._try_step(columns)
             else:
@@ -272,6 +279,52 @@ class DryRun:
         return Outputs.of(self.model, outputs, (), self._selection).select(
             keras.tree.flatten(outputs)
         )
+
+    def _check_flat(self) -> None:
+        """Reject outputs of shape ``(rows,)`` that the user's own step or loss compares."""
+        if has_own_step(self.model):
+            self._reject_flat("train_step")
+        elif has_own_loss(self.model):
+            self._reject_flat("compute_loss")
+        elif self.outputs is not None:
+            losses = losses_by_output(self.model.loss, self.outputs)
+            for name, loss in zip(self.outputs.labels, losses, strict=True):
+                if has_own_call(loss):
+                    self._reject_flat(f"the loss {type(loss).__name__}", name)
+
+    def _reject_flat(self, own: str, label: str | None = None) -> None:
+        """Raise an error if code of the user's compares a label of other dimensions.
+
+        A number per row is a label of shape ``(rows, 1)``, also for an output of shape ``(rows,)``.
+        Keras's losses and metrics align them. Other code would compare each row with all rows.
+
+        Parameters
+        ----------
+        own : str
+            What compares.
+        label : str, optional
+            The label. Default: all labels.
+
+        Raises
+        ------
+        ShapeError
+            If an output has no dimension besides the rows.
+        """
+        if self._label_shapes is not None or self.outputs is None:
+            return
+        shapes = zip(self._label_cols, self.output_shapes or (), strict=True)
+        for name, shape in shapes:
+            is_number = math.prod(self._row_shapes.get(name, (0,))) == 1
+            if label not in (None, name) or shape or not is_number:
+                continue
+            other = ", or set label_shapes=[[-1]] (an entry for each label)"
+            raise ShapeError(
+                f"expected an output of shape (rows, 1) for the label {name!r}, which has this "
+                f"shape, found (rows,). Keras's own losses and metrics align these shapes, and "
+                f"{own} would compare each row with all rows. Return an output of shape "
+                f"(rows, 1){'' if self._is_collated else other}.",
+                param="model",
+            )
 
     def _try_step(self, columns: Columns) -> None:
         """Run the user's own training step, and the test step, which `test_error` remembers.
@@ -400,6 +453,8 @@ class DryRun:
                 ) from error
         finally:
             self.model.reset_metrics()
+        for metric in filter(has_own_update, leaf_metrics(self.model)):
+            self._reject_flat(f"the metric {metric.name}")
 
     def check_metrics(self) -> None:
         """Check that the ranks' metrics can be summed, after `run`; see `check_metrics`."""

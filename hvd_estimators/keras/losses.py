@@ -42,7 +42,7 @@ _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
 def has_loss(model: keras.Model) -> bool:
     """Return whether a model can compute a loss: a compiled loss, or its own ``compute_loss``."""
-    return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
+    return model.loss is not None or has_own_loss(model)
 
 
 def may_add_loss(model: keras.Model) -> bool:
@@ -87,6 +87,17 @@ def _of_keras(loss: Any) -> tuple[Any, str | None]:
 def compares_elements(loss: Any) -> bool:
     """Return whether a loss is one of Keras's that require labels in the shape of outputs."""
     return _of_keras(loss)[1] not in (None, *_SPARSE)
+
+
+def has_own_loss(model: keras.Model) -> bool:
+    """Return whether a model has its own ``compute_loss``."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def has_own_call(loss: Any) -> bool:
+    """Return whether a loss has a ``call`` of the user's; Keras's aligns labels and outputs."""
+    resolved, _ = _of_keras(loss)
+    return isinstance(resolved, keras.losses.Loss) and not is_keras(type(resolved).call)
 
 
 # Losses that determine ``outputs_are``, see `kind_of_outputs`.

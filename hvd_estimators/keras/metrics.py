@@ -157,6 +157,12 @@ def is_known(metric: Any) -> bool:
     )
 
 
+def has_own_update(metric: Any) -> bool:
+    """Return whether the user's code compares labels and outputs; Keras's metrics align them."""
+    function = getattr(metric, "_fn", keras.Model)
+    return not (is_keras(type(metric).update_state) and is_keras(function))
+
+
 def _measure(model: keras.Model, parts: Sequence[Any]) -> list[list[Array]]:
     """Return the state of each metric after some batches."""
     with traceless():

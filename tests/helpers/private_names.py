@@ -90,6 +90,11 @@ TABLE = (
     ),
     Private("keras.Model", "_compile_loss", "It has the means of the outputs' losses."),
     Private(
+        "keras.metrics.MeanMetricWrapper",
+        "_fn",
+        "It is the function that a metric averages, the user's or Keras's.",
+    ),
+    Private(
         "keras.Optimizer",
         "_learning_rate",
         "It contains a schedule; the public property gives the current value.",

@@ -314,6 +314,41 @@ def test_a_loss_that_calls_another_one_is_weighted_once(store: Any, collectives:
     assert_same_weights(fitted.getModel(), expected)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Squared(keras.losses.Loss):
+    """Squares of differences, in whichever shapes."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.square(y_true - y_pred)
+
+
+def within_half(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.cast(keras.ops.abs(y_true - y_pred) < 0.5, "float32")
+
+
+def test_label_shapes_fit_outputs_without_further_dimensions(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 37)
+
+    def flat() -> keras.Model:
+        net = make_net()
+        return keras.Model(net.inputs, keras.ops.squeeze(net.outputs[0], -1))
+
+    given = {"batch_size": 8, "loss": Squared(), "metrics": [within_half], "epochs": 2}
+    fitted = pooled_estimator(store, 2, model=flat(), label_shapes=[[-1]], **given).fit_on_parquet()
+
+    alone = flat()
+    alone.compile(OPTIMIZERS["sgd"](), Squared(), metrics=[within_half])
+    history = fitted.getHistory()
+    for epoch in range(2):
+        batches = (
+            (columns["features"][rows], columns["label"][rows]) for rows in global_batches(37, 2, 8)
+        )
+        expected = alone.fit(batches, verbose=0).history
+        for name in ("loss", "within_half"):
+            assert history[name][epoch] == pytest.approx(expected[name][0], rel=1e-4), name
+    assert_same_weights(fitted.getModel(), alone)
+
+
 def test_what_an_optimizer_does_not_decay_stays_so(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
 

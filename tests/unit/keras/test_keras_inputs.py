@@ -388,3 +388,79 @@ def test_another_model_keeps_the_kind_of_the_outputs_if_it_has_the_same() -> Non
     assert fitted.getPredictionCol() == "prediction"
     assert fitted.setModel(net(2)).numClasses is None
     assert (fitted.getPredictionCol(), fitted._output_shapes()) == (None, [(2,)])
+
+
+def within_half(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.cast(keras.ops.abs(y_true - y_pred) < 0.5, "float32")
+
+
+def squared(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.square(y_true - y_pred)
+
+
+class Squared(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return squared(y_true, y_pred)
+
+
+class Within(keras.metrics.Mean):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(within_half(y_true, y_pred), sample_weight)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return keras.ops.mean(squared(y, y_pred))
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def flat(kind: type[keras.Model], **arguments: Any) -> keras.Model:
+    """Return a model with an output of shape (rows,)."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((2,))
+    model = kind(x, keras.ops.squeeze(keras.layers.Dense(1)(x), -1))
+    model.compile("sgd", **{"loss": "mse", **arguments})
+    return model
+
+
+FLAT: dict[str, Callable[[], keras.Model]] = {
+    "the loss Squared": lambda: flat(keras.Model, loss=Squared()),
+    "the metric within_half": lambda: flat(keras.Model, metrics=["mae", within_half]),
+    "the metric within": lambda: flat(keras.Model, metrics=[Within(name="within")]),
+    "compute_loss": lambda: flat(OwnLoss),
+    "train_step": lambda: flat(OwnStep),
+}
+
+
+@pytest.mark.parametrize("own", FLAT)
+def test_labels_that_would_be_compared_with_all_rows_are_rejected(own: str) -> None:
+    columns = {"x": np.ones((3, 2), np.float32), "y": np.arange(3, dtype=np.float32)}
+
+    def run(label_shapes: Any) -> DryRun:
+        trial = DryRun(FLAT[own](), ["x"], ["y"], None, label_shapes, copy=FLAT[own])
+        trial.run(columns)
+        return trial
+
+    with pytest.raises(ShapeError, match=rf"found \(rows,\).* {own} would .*label_shapes=\[\[-1"):
+        run(None)
+    for shape in ([-1], [-1, 1]):
+        _, label = run([shape]).tensors.arrays(columns)
+        assert label.shape == (3, *shape[1:])
+
+
+@pytest.mark.parametrize("loss", ["mse", keras.losses.Huber(), squared])
+def test_labels_that_keras_aligns_are_not_rejected(loss: Any) -> None:
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.normal(size=(9, 2)).astype(np.float32), "y": rng.normal(size=9)}
+    model = flat(keras.Model, loss=loss, metrics=["mae"])
+    trial = DryRun(model, ["x"], ["y"], None, None)
+    trial.run(columns)
+    found = model.test_on_batch(*trial.tensors.arrays(columns))
+    alone = flat(keras.Model, loss=loss, metrics=["mae"])
+    np.testing.assert_allclose(found, alone.test_on_batch(columns["x"], columns["y"]), rtol=1e-5)
