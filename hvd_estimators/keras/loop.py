@@ -344,7 +344,7 @@ def separate_evaluation(model: keras.Model, own_step: Callable[[Any], Any]) -> N
     if type(model).evaluate.__module__.partition(".")[0] in ("keras_hub", "keras_nlp"):
         # Theirs prepares data, as their fit() does, which is not called.
         of_fit = functools.partial(keras.Model.evaluate, model)
-    # Each step has a traced function of its own.
+    # A traced function for each step.
     traces = {True: (model.test_step, None), False: (own_step, None)}
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
