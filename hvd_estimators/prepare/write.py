@@ -36,9 +36,6 @@ T = TypeVar("T")
 ROW_GROUP_BYTES = 16 * 2**20
 """Target size of a row group, the unit that readers fetch and shuffle."""
 
-_HASHED = 128
-"""Number of an array's elements to hash, at each of two positions, to identify a row."""
-
 _SPLIT = "is_validation"
 """Column that contains a row's side of the split; Spark names folders after it."""
 
@@ -177,7 +174,7 @@ def write_dataset(
         If there are no rows (for training or for validation). Also for nulls, for ragged arrays,
         and with ``check_finite`` for numbers that are not finite.
     StoreError
-        If storage fails while Spark writes, or this process does not find the files.
+        If storage fails while Spark writes, or this process does not find all of the rows.
     """
 
     def write(path: str, *partition_by: str) -> dict[str, Any]:
@@ -210,8 +207,8 @@ def write_dataset(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
                 "true or false, or a number, in every row."
             )
-        if _has_rows(observed) and not any(map(store.exists, sides)):
-            raise _not_found(path)
+        if not any(map(store.exists, sides)):
+            _check_found(path, observed, 0)
         for side, purpose in zip(sides, ("to train on", "to validate on"), strict=True):
             if not store.exists(side):
                 raise DataError(
@@ -222,8 +219,8 @@ def write_dataset(
     specs: Sequence[ColumnSpec] = [
         _measured(column.spec, i, observed) for i, column in enumerate(columns)
     ]
-    if validation is None and _has_rows(observed) and not store.exists(train_path):
-        raise _not_found(train_path)
+    if validation is None and not store.exists(train_path):
+        _check_found(train_path, observed, 0)
     train, specs = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError(_EMPTY)
@@ -234,6 +231,7 @@ def write_dataset(
             replace(spec, range=joined(spec.range, other.range))
             for spec, other in zip(specs, of_val, strict=True)
         ]
+    _check_found(train_path, observed, train.rows + (val.rows if val is not None else 0))
     shapes = complete_shapes(store, train, specs)
     checksums = str(observed["content"]), str(observed["row_order"])
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, *checksums)
@@ -316,9 +314,11 @@ def _frame(
     content = F.expr(_content(columns, parts, split)).alias("content")
     frame = frame.select("*", content, F.monotonically_increasing_id().alias("position"))
     checksums = {"content": "content", "row_order": _hash(["content", "position"])}
+    # Spark does not notice files of tasks on a machine that lacks the store's disk.
+    count = F.count(F.lit(1)).alias("rows")
     # Half of each hash, so that the sum over 2**32 rows does not overflow.
     sums = [F.expr(f"sum(shiftright({of}, 32))").alias(name) for name, of in checksums.items()]
-    frame = frame.observe(observations[0], *sums).drop("content", "position")
+    frame = frame.observe(observations[0], count, *sums).drop("content", "position")
     names = stored if validation is None else [*stored, _split_name(columns)]
     return frame.toDF(*names), observations
 
@@ -366,15 +366,9 @@ def _content(
     for column, names in zip(columns, parts, strict=True):
         depth = len(column.spec.shape)
         for value in names:
-            if not depth:
-                hashed.append(f"cast({value} as string)" if column.has_map else value)
-                continue
-            # Of long arrays, only the beginning and the middle, because hashing takes as long as
-            # writing.
-            middle = f"greatest(1, cast(floor(size({value}) / 2) as int))"
-            length = _HASHED if depth == 1 else 1
-            hashed += [f"slice({value}, {start}, {length})" for start in (1, middle)]
-            hashed.append(f"size({value})")
+            hashed.append(f"cast({value} as string)" if column.has_map else value)
+            if depth:
+                hashed.append(f"size({value})")
     return _hash(hashed)
 
 
@@ -402,18 +396,17 @@ def _measurements(observations: Iterable[Observation]) -> dict[str, Any]:
     return observed
 
 
-def _has_rows(observed: dict[str, Any]) -> bool:
-    # The sum over zero rows is null.
-    return observed["content"] is not None
-
-
-def _not_found(path: str) -> StoreError:
-    return StoreError(
-        f"Spark has written rows to {path!r}, and this process does not find them: they are on a "
-        "disk of another machine, with Spark Connect the server's. Set the store's "
-        "prefix_path to a folder that this process, the server and all executors share, or to a "
-        "URL such as s3://bucket/experiments."
-    )
+def _check_found(path: str, observed: dict[str, Any], found: int) -> None:
+    """Check that this process finds all rows that Spark has written."""
+    written = observed["rows"]
+    if found != written:
+        raise StoreError(
+            f"Spark has written {written} rows to {path!r}, and this process finds {found} of "
+            "them: the others are on disks of other machines, with Spark Connect the server's. "
+            "Set the store's prefix_path to a folder that this process, the server and all "
+            "executors share, or to a URL such as s3://bucket/experiments, and check on each "
+            "machine that the folder is mounted."
+        )
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:

@@ -149,10 +149,30 @@ def test_rows_on_another_machines_disk_are_a_store_error(
     monkeypatch.setattr(write, "spark_url", there)
     frame = spark.range(20).selectExpr("double(id) x", "double(id) y")
     with (
-        pytest.raises(StoreError, match=r"does not find them.*prefix_path to a folder that"),
+        pytest.raises(StoreError, match=r"written 20 rows .* finds 0 of them.*prefix_path to a"),
         prepare_data(1, store, frame, ["y"], ["x"], validation=validation),
     ):
         pass
+
+
+@pytest.mark.parametrize("validation", [None, 0.5])
+def test_rows_of_one_machine_without_the_stores_disk_are_missed(
+    spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch, validation: Any
+) -> None:
+    real = write.read_split
+
+    def without_a_file(store: Any, path: str, specs: Any) -> Any:
+        min(Path(path).glob("*.parquet")).unlink()
+        return real(store, path, specs)
+
+    monkeypatch.setattr(write, "read_split", without_a_file)
+    frame = spark.range(0, 40, 1, 4).selectExpr("double(id) x", "double(id) y")
+    with (
+        pytest.raises(StoreError, match=r"written 40 rows .* finds \d\d of them"),
+        prepare_data(2, store, frame, ["y"], ["x"], validation=validation),
+    ):
+        pass
+    assert list_prepared_data(store) == []
 
 
 @pytest.mark.parametrize(
@@ -183,6 +203,21 @@ def test_check_finite_checks_vectors_as_32_bit_floats(
     frame = spark.createDataFrame([(0, Vectors.dense([1.0, 2.0])), (1, bad)], ["id", "v"])
     with pytest.raises(DataError, match=r"'v' holds NaN or infinity .* in 1 rows"):
         index_of(store, frame, compress_sparse=compress, check_finite=True)
+
+
+@pytest.mark.parametrize("schema", ["array<float>", "array<array<double>>"])
+def test_each_element_of_a_long_array_is_part_of_the_content(
+    spark: Any, store: Any, schema: str
+) -> None:
+    contents = set()
+    for changed in (None, 0, 200, 399, 599):
+        value = [1.0 if index == changed else 0.0 for index in range(600)]
+        rows = [value[start : start + 100] for start in range(0, 600, 100)]
+        given = rows if "array<array" in schema else value
+        frame = spark.createDataFrame([(0, given)] * 2, f"id int, x {schema}")
+        with prepare_data(1, store, frame, ["id"]) as index:
+            contents.add(load_manifest(store, index).content)
+    assert len(contents) == 5
 
 
 # Splits.
