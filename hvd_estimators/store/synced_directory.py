@@ -106,7 +106,9 @@ class SyncedDirectory:
             )
 
     def sync(self) -> None:
-        """Upload new and changed files in the background, and remove deleted files from the store.
+        """Upload new and changed files in the background.
+
+        Files that are deleted here stay in the store: a host may clean its temporary folders.
 
         If an upload is already running, the call does nothing. Later changes are part of the next
         upload.
@@ -140,9 +142,6 @@ class SyncedDirectory:
         began = time.monotonic()
         try:
             files = self._files()
-            for name in self._known.keys() - files.keys():
-                self._store.delete(f"{self._target}/{name}")
-                del self._known[name]
             for name, state in files.items():
                 if self._known.get(name) == state:
                     continue

@@ -40,25 +40,37 @@ def test_files_are_uploaded_at_each_sync_and_at_the_end(store):
         assert folder.is_dir()
         (folder / "train").mkdir()
         (folder / "train" / "events#1?").write_bytes(b"one")
-        (folder / "passin?").write_bytes(b"soon gone")
-        (folder / "passing").write_bytes(b"stays")
         directory.sync()
         uploaded(directory)
-        assert contents(store) == {
-            "train/events#1?": b"one",
-            "passin?": b"soon gone",
-            "passing": b"stays",
-        }
-
-        (folder / "passin?").unlink()
+        assert contents(store) == {"train/events#1?": b"one"}
         with open(folder / "train" / "events#1?", "ab") as file:
             file.write(b", two")
         directory.sync()
         uploaded(directory)
-        assert contents(store) == {"train/events#1?": b"one, two", "passing": b"stays"}
+        assert contents(store) == {"train/events#1?": b"one, two"}
         (folder / "last").write_bytes(b"")
-    assert contents(store) == {"train/events#1?": b"one, two", "passing": b"stays", "last": b""}
+    assert contents(store) == {"train/events#1?": b"one, two", "last": b""}
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("is_whole_folder", [False, True])
+def test_a_host_that_cleans_its_temporary_folders_deletes_nothing_in_the_store(
+    store, is_whole_folder
+):
+    with SyncedDirectory(store, logs(store)) as directory:
+        Path(directory.path, "events").write_text("of the first fit")
+    with SyncedDirectory(store, logs(store)) as directory:
+        Path(directory.path, "passin?").write_text("of this fit")
+        directory.sync()
+        uploaded(directory)
+        if is_whole_folder:
+            shutil.rmtree(directory.path)
+        else:
+            for name in ("events", "passin?"):
+                Path(directory.path, name).unlink()
+        directory.sync()
+        uploaded(directory)
+    assert contents(store) == {"events": b"of the first fit", "passin?": b"of this fit"}
 
 
 def test_resumed_runs_have_the_earlier_files(store):
