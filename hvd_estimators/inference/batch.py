@@ -186,6 +186,8 @@ class BatchPredictor:
         Column to its NumPy type in training: in the transformation, or of floats.
     collate : Collate or None
         Makes the predictor's batches of rows; the only column is then `ROWS`.
+    leaves_out_nulls : bool
+        Whether rows with nulls are left out, even if the collate function takes them.
     labels : frozenset of str
         Labels and weights of training among the columns. Rows to predict on may lack them in part,
         and most transformations do not need them.
@@ -200,6 +202,7 @@ class BatchPredictor:
     transformation: Transformation | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     collate: Collate | None = None
+    leaves_out_nulls: bool = False
     labels: frozenset[str] = frozenset()
 
     @classmethod
@@ -246,6 +249,11 @@ class BatchPredictor:
         )
 
     @property
+    def takes_nulls(self) -> bool:
+        """True if rows with nulls go to the collate function."""
+        return self.collate is not None and self.collate.takes_nulls and not self.leaves_out_nulls
+
+    @property
     def needed(self) -> list[str]:
         """Columns in which a null is a null of the row."""
         return [name for name in self.columns if name not in self.labels]
@@ -273,7 +281,7 @@ class BatchPredictor:
         }
         if self.collate is None:
             return to_arrays(*self._without_null_labels(columns, is_row), **options)
-        valid = _valid_rows(self.columns, columns, takes_nulls=self.collate.takes_nulls, **options)
+        valid = _valid_rows(self.columns, columns, takes_nulls=self.takes_nulls, **options)
         table = pa.table(dict(zip(self.columns, columns, strict=True)))
         rows: Any = RowTable(table if valid is None else table.filter(pa.array(valid)))
         return {ROWS: rows}, valid

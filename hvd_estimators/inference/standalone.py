@@ -99,6 +99,7 @@ class SavedPredictor:
             BatchPredictor.of(inputs, transformation, metadata, labels=labels_of(get)),
             collate=make_collate(get, inputs),
             keeps_nulls=self._on_nulls != "error",
+            leaves_out_nulls=self._on_nulls == "skip",
         )
         self._dtypes = {name: entry.get("dtype", "object") for name, entry in metadata.items()}
         self.optional_columns = self._inference.columns[len(self.feature_columns) :]

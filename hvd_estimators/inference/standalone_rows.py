@@ -115,6 +115,10 @@ def read_table(
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
+    # Functions and models may edit their inputs. Of read-only arrays they get copies.
+    arrays = {name: array.view() for name, array in arrays.items()}
+    for array in arrays.values():
+        array.flags.writeable = False
     return InputTable(arrays, len(arrays[features[0]]), valid, to_result)
 
 
@@ -149,8 +153,7 @@ def read_rows(
     complete = np.array([not any(map(_holds_none, row.values())) for row in named], bool)
     if not (complete.all() or inference.keeps_nulls):
         raise DataError(f"The rows hold nulls; {NULL_REMEDY}")
-    assert inference.collate is not None
-    if inference.collate.takes_nulls or complete.all():
+    if inference.takes_nulls or complete.all():
         valid = None
     else:
         named, valid = [row for row, keep in zip(named, complete, strict=True) if keep], complete

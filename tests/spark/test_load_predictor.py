@@ -338,6 +338,26 @@ def test_no_rows_before_any_others_give_empty_columns(tmp_path: Path) -> None:
     assert len(predictor({"x": rows[:0]})["class"]) == 0
 
 
+@pytest.mark.usefixtures("spark")
+def test_models_that_edit_their_inputs_leave_the_callers_rows_as_they_are(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule
+
+    from hvd_estimators.lightning import LightningModel
+
+    class Editing(LightningModule):
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return batch["x"].sub_(1.0)
+
+    columns = {"feature_columns": ["x"], "label_columns": ["y"]}
+    model = LightningModel(model=Editing(), use_predict_step=True, **columns)
+    predictor = load_predictor(save(model, tmp_path))
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    given = rows.copy()
+    for _ in range(2):  # the first call also finds the shapes
+        np.testing.assert_array_equal(predictor.predict({"x": given})["y__output"], rows - 1)
+    np.testing.assert_array_equal(given, rows)
+
+
 @pytest.mark.once
 def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
     import keras

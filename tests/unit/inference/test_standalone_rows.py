@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,19 @@ def test_missing_text_of_pandas_is_none_for_a_collate_function() -> None:
     given: Any = found.columns[ROWS]
     assert [row["t"] for row in given.to_rows()] == ["a", None, "b"]
     np.testing.assert_array_equal([row["x"] for row in given.to_rows()], [1.0, 2.0, NAN])
+
+
+@pytest.mark.parametrize("form", [list, pd.DataFrame, pa.Table.from_pylist])
+def test_rows_with_nulls_are_skipped_although_a_collate_function_takes_them(form: Any) -> None:
+    given = form([{"t": "a"}, {"t": None}, {"t": "c"}])
+    collate = CollateFunction(None, lambda rows: rows)
+    inference = BatchPredictor(("t",), InputColumns.of(["t"]), True, collate=collate)
+    for skips, count in ((False, 3), (True, 2)):
+        found = read_rows(given, ["t"], {}, replace(inference, leaves_out_nulls=skips))
+        assert found.count == count
+        assert (None if found.valid is None else found.valid.tolist()) == (
+            [True, False, True] if skips else None
+        )
 
 
 def test_labels_with_nulls_are_left_out() -> None:
