@@ -19,6 +19,7 @@ from pyspark.sql import types as T
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.rows import ROWS
 from hvd_estimators.exceptions import (
     ColumnError,
     HvdEstimatorsError,
@@ -28,7 +29,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import checks
-from hvd_estimators.fitting.fingerprint import data_identity, named
+from hvd_estimators.fitting.fingerprint import data_identity, named, with_options
 from hvd_estimators.fitting.framework import Fittable, Framework
 from hvd_estimators.fitting.mlflow import MlflowLogger, active_run
 from hvd_estimators.fitting.planning import common_spec, rows_of_model, rows_of_transform
@@ -66,6 +67,7 @@ from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job, spread_over_tasks
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.loading.collate_fn import check_without_labels
 from hvd_estimators.loading.spec import check_shards, reads_several
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.model import PREDICTION, HorovodModel
@@ -395,7 +397,14 @@ class Fit:
         return bool(self.settings.dry_run) and not self.settings.reads_itself
 
     def _try(self, columns: Columns) -> Trial:
-        return try_batches(self.framework.dry_run, columns, self.settings.batch_size)
+        settings = self.settings
+        trial = try_batches(self.framework.dry_run, columns, settings.batch_size)
+        if settings.collate is not None:
+            rows: Any = columns[ROWS]
+            check_without_labels(
+                settings.collate, rows, settings.all_feature_cols, settings.label_cols
+            )
+        return trial
 
     def _convert_labels(self, numbers: Collection[str]) -> None:
         """Let labels have the type that the loss takes."""
@@ -456,7 +465,8 @@ class Fit:
             "data": data_identity(manifest, settings.needed_columns),
             "model": framework.model_identity(trial),
             "settings": {
-                name: named(settings.values[name]) for name in (*framework.run_settings, *optional)
+                name: (with_options if name == "loss" else named)(settings.values[name])
+                for name in (*framework.run_settings, *optional)
             },
         }
 

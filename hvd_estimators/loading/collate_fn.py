@@ -267,6 +267,40 @@ def split_batch(
     return {name: inputs[name] for name in dict.fromkeys(names) if name not in others}, found
 
 
+def check_without_labels(
+    collate: Collate, rows: RowTable, features: Sequence[str], labels: Sequence[str]
+) -> None:
+    """Check that no input becomes a label in batches of rows without labels, as for predictions.
+
+    Parameters
+    ----------
+    collate : Collate
+        The maker of batches.
+    rows : RowTable
+        Rows with all columns.
+    features, labels : sequence of str
+        The feature and label columns.
+
+    Raises
+    ------
+    ParamError
+        If the function returns two inputs as a pair, whose second entry are the labels.
+    """
+    try:
+        alone = collate(RowTable(rows.table.select(features))).value
+    except Exception:
+        return  # the function needs labels, and does not predict
+    if not isinstance(alone, (tuple, list)) or len(alone) != 2 or alone[1] is None:
+        return
+    with_labels = split_batch(collate(rows).value, features, labels)[0]
+    if len(with_labels) > len(split_batch(alone, features, labels)[0]):
+        raise ParamError(
+            f"collate_fn: expected the same inputs for rows without labels, found "
+            f"{len(with_labels)} inputs with labels, and without them a pair, whose second entry "
+            "are labels. Return the inputs a and b as ((a, b), None), or return a dict."
+        )
+
+
 def _by_name(value: Any, names: Sequence[str], role: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         named = dict(value)

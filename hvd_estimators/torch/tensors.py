@@ -310,7 +310,14 @@ class TensorSpec:
             If a class number is not whole.
         """
         if isinstance(columns, CollatedBatch):
-            given = require(self._split(columns)[1], self.label_cols, "label")
+            found = self._split(columns)[1]
+            if found and not self.label_cols:
+                raise DataError(
+                    "collate_fn returned a pair, whose second entry are labels, and there are no "
+                    "label_cols. Name them, or return a dict, or the inputs a and b as "
+                    "((a, b), None)."
+                )
+            given = require(found, self.label_cols, "label")
             labels = [*self._on_device(given, device).values()]
             columns = given
         else:

@@ -16,7 +16,12 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.rows import GivenRows, RowTable
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading.collate import BoundedCollate, CollatedBatch
-from hvd_estimators.loading.collate_fn import CollateFunction, Padding, split_batch
+from hvd_estimators.loading.collate_fn import (
+    CollateFunction,
+    Padding,
+    check_without_labels,
+    split_batch,
+)
 from hvd_estimators.torch.tensors import TensorSpec
 
 TABLE = pa.table(
@@ -114,6 +119,42 @@ def test_inputs_and_labels_are_found_in_a_batch(value: Any, inputs: Any, labels:
 def test_other_batches_are_errors(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         split_batch(value, ["f"], ["l"])
+
+
+def returning(alone: Any, with_label: Any) -> CollateFunction:
+    return CollateFunction(None, lambda rows: with_label if "l" in rows[0] else alone)
+
+
+ROWS_WITH_LABEL = RowTable(pa.table({"f": [1.0, 2.0], "l": [0.0, 1.0]}))
+
+
+@pytest.mark.parametrize(
+    ("alone", "with_label"),
+    [
+        (((A, B), None), ((A, B), C)),
+        ((A, C), (A, C)),  # labels that are made of nothing
+        (A, ((A, B), C)),  # a decoder's inputs are for training alone
+        ({"f": A, "z": B}, {"f": A, "z": B, "l": C}),
+        ("nothing", ((A, B), C)),
+    ],
+)
+def test_functions_that_give_the_inputs_of_training_without_labels(
+    alone: Any, with_label: Any
+) -> None:
+    check_without_labels(returning(alone, with_label), ROWS_WITH_LABEL, ["f"], ["l"])
+
+
+@pytest.mark.parametrize("with_label", [((A, B), C), {"f": A, "z": B, "l": C}])
+def test_a_second_input_that_becomes_the_label_without_labels(with_label: Any) -> None:
+    with pytest.raises(ParamError, match=r"^collate_fn: .*2 inputs with .*\(\(a, b\), None\)"):
+        check_without_labels(returning((A, B), with_label), ROWS_WITH_LABEL, ["f"], ["l"])
+
+
+def test_a_second_input_that_becomes_a_label_although_there_are_none() -> None:
+    spec = TensorSpec(("f",), ())
+    with pytest.raises(DataError, match="no label_cols"):
+        spec.batch(CollatedBatch(2, (A, B), None))
+    assert len(spec.batch(CollatedBatch(2, ((A, B), None), None)).inputs) == 2
 
 
 def test_tensors_keep_the_types_of_the_function_unless_they_are_named() -> None:
