@@ -6,11 +6,16 @@ the run. It is a dict of plain values, so that an error message can name the dif
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.manifest import DatasetManifest, Split
@@ -54,6 +59,68 @@ def named(value: Any) -> Any:
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def with_options(value: Any) -> Any:
+    """Return a loss as `named` does, and the options of the objects in it.
+
+    Options are plain values and small arrays, also in objects of torch and Keras within an object.
+    Trained parameters, and what a function computes, are not compared.
+    """
+    try:
+        return _with_options(value)
+    except Exception:  # an object in a circle, or one that cannot be read
+        return named(value)
+
+
+def _with_options(value: Any) -> Any:
+    value = to_python(value)
+    if isinstance(value, Mapping):
+        return {str(key): _with_options(entry) for key, entry in value.items() if _is_option(entry)}
+    if isinstance(value, (list, tuple)):
+        return [_with_options(entry) for entry in value]
+    if isinstance(value, functools.partial):
+        return {named(value.func): _with_options({"args": value.args, **value.keywords})}
+    if hasattr(value, "__array__") and not isinstance(value, type):
+        is_trained = getattr(value, "requires_grad", False) or getattr(value, "trainable", False)
+        if is_trained or math.prod(value.shape) > 1000:
+            return None
+        return value.tolist() if hasattr(value, "tolist") else np.asarray(value).tolist()
+    options = _with_options(_options(value))
+    return {named(value): options} if options else named(value)
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """Return the public attributes, the config, and the buffers and submodules of an object."""
+    if hasattr(value, "__qualname__"):
+        return {}
+    held = getattr(value, "__dict__", {})
+    options = {
+        name: entry
+        for name, entry in held.items()
+        if name[0] != "_" and (_is_plain(entry) or _has_options(entry))
+    }
+    if hasattr(value, "named_buffers"):
+        options |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
+    if hasattr(value, "get_config"):
+        options |= getattr(value, "_fn_kwargs", {})  # not all are in the config
+        with contextlib.suppress(NotImplementedError):
+            options |= value.get_config()
+    # Keras numbers names, and the mode of torch's modules is set by each fit.
+    return {name: option for name, option in options.items() if name not in ("name", "training")}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, Mapping, list, tuple))
+
+
+def _has_options(value: Any) -> bool:
+    return any(hasattr(value, name) for name in ("__array__", "get_config", "named_buffers"))
+
+
+def _is_option(value: Any) -> bool:
+    # A long text may be the code of a function, which depends on its lines in a file.
+    return not isinstance(value, str) or len(value) <= 100
 
 
 def reading_identity(data: DataSpec) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hvd_estimators.data.arrays import Columns, take
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.checks import check_collectives
-from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.fingerprint import named, with_options
 from hvd_estimators.fitting.framework import WEIGHT_REMEDY, Fittable, Framework, is_function
 from hvd_estimators.fitting.planning import rows_of_model
 from hvd_estimators.fitting.trial import Trial
@@ -209,7 +209,7 @@ class KerasFramework(Framework):
         identity = model_fingerprint(trial.dry_run.model, other_rate)
         # The backends have other random streams, and other states of generators.
         backend = keras.backend.backend()
-        return {**identity, "loss": named(trial.compiled.loss), "backend": backend}
+        return {**identity, "loss": with_options(trial.compiled.loss), "backend": backend}
 
     def make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         settings = self.settings
@@ -298,6 +298,7 @@ def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str
         return {}
     plain = {}
     for key, value in config.items():
-        if key not in left_out and isinstance(value, (bool, int, float, str)):
-            plain[key] = value
+        is_schedule = key == "learning_rate" and isinstance(value, dict)
+        if key not in left_out and (is_schedule or isinstance(value, (bool, int, float, str))):
+            plain[key] = with_options(value)
     return plain

@@ -114,6 +114,11 @@ TABLE = (
         "_trainable",
         "A copy gets it without effect on the layers below; the public setter sets theirs, too.",
     ),
+    Private(
+        "keras.src.losses.losses.LossFunctionWrapper",
+        "_fn_kwargs",
+        "It has the options of a loss that its config lacks, such as Huber's.",
+    ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
         "keras.src.saving.serialization_lib",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from parquet_files import write_columns
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.fitting.fingerprint import as_json, differences, with_options
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
@@ -116,7 +119,12 @@ def leave_checkpoint(store: Any, epoch: int = 1) -> None:
 CHANGES: list[Any] = [
     ("torch", {"batch_size": 8}, r"settings: batch_size 32 \(now 8\)"),
     ("torch", {"random_seed": 2}, r"settings: random_seed 1 \(now 2\)"),
-    ("torch", {"loss": torch.nn.MSELoss()}, r"settings: loss torch.*L1Loss \(now torch.*MSELoss"),
+    (
+        "torch",
+        {"loss": torch.nn.MSELoss()},
+        r"loss: no torch.*MSELoss \(now with\).*loss: torch.*L1Loss \(now without\)",
+    ),
+    ("torch", {"loss": torch.nn.L1Loss(reduction="sum")}, r"reduction mean \(now sum\)"),
     ("torch", torch_params(lr=0.2), r"model: options: group 0: lr 0\.1 \(now 0\.2\)"),
     ("torch", torch_params(drop=0.1), r"layers Seq.*p=0\.5.*\(now Sequ.*p=0\.1"),
     ("torch", torch_params(kind=torch.optim.Adam), r"optimizer torch.*SGD \(now torch.*Adam\)"),
@@ -163,6 +171,60 @@ def test_fits_resume_only_from_checkpoints_of_the_same_settings(store: Any, fram
     write(store, rows=11)
     with pytest.raises(ParamError, match=r"data: files.*data: training rows 10 \(now 11\)"):
         start(store, framework)
+
+
+class Focal(torch.nn.Module):
+    """Loss with a plain option, a loss with options, and a parameter that differs each time."""
+
+    def __init__(self, gamma: float, weight: list[float]) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.base = torch.nn.CrossEntropyLoss(weight=torch.tensor(weight, dtype=torch.float32))
+        self.centers = torch.nn.Parameter(torch.randn(3))
+        self.hook = lambda loss: loss
+
+
+class FocalOfKeras(keras.losses.Loss):
+    def __init__(self, gamma: float) -> None:
+        super().__init__()
+        self.gamma = gamma
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return y_pred
+
+
+def smoothed(smoothing: float) -> Any:
+    return functools.partial(torch.nn.functional.cross_entropy, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after", "message"),
+    [
+        (Focal, (2.0, [1, 2]), (3.0, [1, 2]), r"gamma 2\.0 \(now 3\.0\)"),
+        (Focal, (2.0, [1, 2]), (2.0, [1, 9]), r"weight \[1\.0, 2\.0\] \(now \[1\.0, 9\.0\]\)"),
+        (smoothed, (0.1,), (0.2,), r"cross_entropy: label_smoothing 0\.1 \(now 0\.2\)"),
+        (lambda s: {"y": smoothed(s)}, (0.1,), (0.2,), r"label_smoothing 0\.1 \(now 0\.2\)"),
+        (lambda s: [smoothed(s)], (0.1,), (0.2,), r"label_smoothing"),
+        (FocalOfKeras, (2,), (3,), r"gamma 2 \(now 3\)"),
+        (keras.losses.BinaryCrossentropy, (True,), (False,), r"from_logits true \(now false\)"),
+        (keras.losses.Huber, (1.0,), (2.0,), r"delta 1\.0 \(now 2\.0\)"),
+    ],
+)
+def test_losses_of_a_class_differ_in_their_options(
+    make: Any, before: Any, after: Any, message: str
+) -> None:
+    given, same, other = (
+        as_json({"loss": with_options(make(*a))}) for a in (before, before, after)
+    )
+    assert differences(given, same) == []
+    (difference,) = differences(given, other)
+    assert re.search(message, difference)
+
+
+def test_a_loss_in_a_circle_has_its_class_alone() -> None:
+    loss = Focal(1.0, [1, 2])
+    loss.parts = [loss]
+    assert with_options(loss).endswith("Focal")
 
 
 def test_settings_of_later_versions_count_only_if_set(store: Any) -> None:
