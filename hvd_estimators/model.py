@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -199,6 +199,31 @@ class HorovodModel(Model, ModelSignatures, Saved):
             return None
         (size,) = shapes[0] or (1,)
         return None if size is None or size < 1 else max(int(size), 2)
+
+    def copy(self, extra: Any = None) -> Self:
+        """Return a copy with some values replaced; see the estimator's `copy`."""
+        # A grid's dict, which a fitted model receives, has the network before training.
+        given = {
+            key: value
+            for key, value in (extra or {}).items()
+            if isinstance(key, str) or key.name != "model" or key.parent == self.uid
+        }
+        return super().copy(given)
+
+    def transform(self, dataset: DataFrame, params: Any = None) -> DataFrame:
+        """Return the rows with the output columns.
+
+        Parameters
+        ----------
+        dataset : DataFrame
+            The rows.
+        params : dict, optional
+            Params for this call. The name ``"model"`` and the class's param are ignored, because
+            grids hold them for the estimator: set another model with ``setModel``.
+        """
+        if isinstance(params, Mapping):
+            params = {key: value for key, value in params.items() if key != "model"}
+        return super().transform(dataset, params)
 
     def evaluate(self, dataset: DataFrame) -> EvaluationSummary:
         """Compute the losses and metrics of training on a DataFrame.

@@ -157,6 +157,21 @@ def test_grids_of_class_level_params_fit_estimators_and_leave_models_alone() -> 
     assert model.copy(point).getFeatureColumns() == ["x"]
 
 
+def test_grids_of_models_leave_the_trained_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, before = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    (point,) = ParamGridBuilder().addGrid(TorchEstimator.model, [before]).build()
+    assert TorchEstimator(model=trained).copy(point).getModel() is before
+    model = TorchModel(model=trained, feature_columns=["x"])
+    assert model.copy(point).getModel() is trained
+    assert model.copy({model.model: before}).getModel() is before
+    assert model.copy({"model": before}).getModel() is before
+    monkeypatch.setattr(TorchModel, "_transform", lambda self, dataset: self)
+    frame: Any = None
+    for grid in (point, {"model": before}):  # as CrossValidator calls it
+        found: Any = model.transform(frame, grid)
+        assert found.getModel() is trained
+
+
 def test_models_check_dtypes_as_estimators_do() -> None:
     model = TorchModel(model=torch.nn.Linear(1, 1), feature_columns=["x"])
     assert model.setColumnDtypes({"x": torch.float64}).getColumnDtypes() == {"x": "float64"}
