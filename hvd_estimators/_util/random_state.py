@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 
+_lock = threading.RLock()
+
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore Python's and NumPy's random states after the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    """Restore Python's and NumPy's random states after the block.
+
+    The states belong to the whole process, and fits of a grid run in several threads. So only one
+    thread at a time can be in the block.
+    """
+    with _lock:
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

@@ -225,9 +225,6 @@ _OTHER_KINDS = (NotImplementedError, RecursionError, UnicodeError)
 # Packages that query the process's rank, GPU or environment.
 _PACKAGES = ("horovod", "mpi4py", "os", "torch.cuda", "torch.distributed", "torch.xpu")
 
-# Streams, warning filters and random states belong to the whole process.
-_lock = threading.RLock()
-
 
 @contextlib.contextmanager
 def traceless() -> Iterator[None]:
@@ -237,7 +234,7 @@ def traceless() -> Iterator[None]:
     states of Python and NumPy. The caller must pass copies of the user's objects to the code. Only
     one thread at a time can be in the block.
     """
-    with _lock, kept_random_state():
+    with kept_random_state():  # one thread at a time, as for streams and warning filters
         muted: Any = _Muted(sys.stdout), _Muted(sys.stderr)
         with (
             contextlib.redirect_stdout(muted[0]),
@@ -259,7 +256,7 @@ def warning_of_draws(param: str) -> Iterator[None]:
     param : str
         The param whose function runs in the block.
     """
-    with _lock, kept_random_state_with_torch():
+    with kept_random_state_with_torch():
         before = _random_states()
         yield
         draws = _random_states() != before
