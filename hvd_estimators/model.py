@@ -200,16 +200,6 @@ class HorovodModel(Model, ModelSignatures, Saved):
         (size,) = shapes[0] or (1,)
         return None if size is None or size < 1 else max(int(size), 2)
 
-    def copy(self, extra: Any = None) -> Self:
-        """Return a copy with some values replaced; see the estimator's `copy`."""
-        # A grid's dict, which a fitted model receives, has the network before training.
-        given = {
-            key: value
-            for key, value in (extra or {}).items()
-            if isinstance(key, str) or key.name != "model" or key.parent == self.uid
-        }
-        return super().copy(given)
-
     def transform(self, dataset: DataFrame, params: Any = None) -> DataFrame:
         """Return the rows with the output columns.
 

@@ -36,3 +36,21 @@ def kept_random_state_with_torch() -> Iterator[None]:
     of_torch = contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[])
     with kept_random_state(), of_torch:
         yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed the random numbers of Python, NumPy and an imported torch, and restore their states.
+
+    With None, the block continues with the states from before.
+    """
+    if seed is None:
+        yield
+        return
+    torch = sys.modules.get("torch")
+    with kept_random_state_with_torch():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if torch is not None:
+            torch.manual_seed(seed)
+        yield

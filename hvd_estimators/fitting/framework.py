@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
+from hvd_estimators._util.random_state import seeded
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
@@ -22,7 +23,6 @@ from hvd_estimators.params import DeclaredParams
 from hvd_estimators.params.model import COLLATE_PARAMS
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.collectives_choice import choose_collectives
-from hvd_estimators.training.horovod_session import seeded
 from hvd_estimators.training.spec import TrainSpec
 
 

@@ -481,6 +481,10 @@ class DeclaredParams(Params):
         convert = self._declarations[name].convert
         return value if convert is None else convert(name, value)
 
+    def _takes_of_class(self, name: str) -> bool:
+        # A grid of networks, for example, does not replace the trained one.
+        return name in self._declarations and not self._declarations[name].fitted
+
     def copy(self, extra: Any = None) -> Self:
         """Return a copy with some values replaced.
 
@@ -498,7 +502,7 @@ class DeclaredParams(Params):
             if isinstance(key, str)
             or key.parent == self.uid
             # Of a class, in a grid whose dict a fitted model receives, too.
-            or (key.parent == _CLASS_LEVEL.uid and self.hasParam(key.name))
+            or (key.parent == _CLASS_LEVEL.uid and self._takes_of_class(key.name))
         }
         copied = super().copy()
         for pair in self._other_names():

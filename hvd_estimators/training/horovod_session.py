@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-
-from hvd_estimators._util.random_state import kept_random_state_with_torch
 
 
 @contextlib.contextmanager
@@ -132,21 +129,3 @@ def seed_rank(seed: int, rank: int, epoch: int = 0) -> int:
     random.seed(own)
     np.random.seed(own)
     return own
-
-
-@contextlib.contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Seed the random numbers of Python, NumPy and an imported torch, and restore their states.
-
-    With None, the block continues with the states from before.
-    """
-    if seed is None:
-        yield
-        return
-    torch = sys.modules.get("torch")
-    with kept_random_state_with_torch():
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        if torch is not None:
-            torch.manual_seed(seed)
-        yield

@@ -6,15 +6,11 @@ import random
 import subprocess
 import sys
 import textwrap
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 
-from hvd_estimators._util.random_state import kept_random_state
-from hvd_estimators.training.horovod_session import rank_seed, seed_rank, seeded
+from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,24 +53,3 @@ def test_python_and_numpy_are_seeded() -> None:
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[2][0]
     assert drawn[0][1] != drawn[2][1]
-
-
-def test_threads_that_build_models_with_a_seed_get_the_numbers_of_one() -> None:
-    """A CrossValidator with ``parallelism`` builds its models in threads."""
-
-    def build(seed: int) -> list[float]:
-        drawn = []
-        with seeded(seed):
-            for _ in range(3):
-                drawn += [random.random(), float(np.random.random()), float(torch.rand(()))]
-                time.sleep(0.01)
-        with kept_random_state():  # a trial of the model
-            random.seed(0)
-            np.random.seed(0)
-        return drawn
-
-    seeds = [7, 7, 8, 8] * 3
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(build, seeds))
-    alone = {seed: build(seed) for seed in set(seeds)}
-    assert found == [alone[seed] for seed in seeds]
