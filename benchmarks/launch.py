@@ -25,7 +25,7 @@ import horovod.spark
 import psutil
 from pyspark.sql import SparkSession
 
-from benchmarks.train_by_hand import in_source, torch_distributor
+from benchmarks.train_by_hand import torch_distributor
 from hvd_estimators.launch import SparkBackend
 
 RANKS = 2
@@ -130,7 +130,7 @@ def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> li
     if framework == "torch":
         # It returns the result of the first rank.
         contenders[DISTRIBUTOR] = lambda: launch(
-            DISTRIBUTOR, lambda: [torch_distributor(RANKS).run(in_source(train_distributed))]
+            DISTRIBUTOR, lambda: [torch_distributor(RANKS).run(train_distributed)]
         )
     empty_barrier_job(spark)
     first = in_turns({FIRST: lambda: launch(FIRST, lambda: backend.run(train))}, 1)

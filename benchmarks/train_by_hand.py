@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import horovod.torch as hvd
 import numpy as np
 import torch
-from pyspark import cloudpickle
+from pyspark import cloudpickle as pyspark_cloudpickle
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import DataFrame
@@ -77,7 +78,7 @@ def distribute(
     features = vector_to_array("features", "float32").alias("features")
     written = frame.select(features, "label", "is_validation").write
     written.partitionBy("is_validation").parquet(f"file://{folder}/rows")
-    return torch_distributor(ranks).run(in_source(train_from_parquet), str(folder), *settings)
+    return torch_distributor(ranks).run(train_from_parquet, str(folder), *settings)
 
 
 def torch_distributor(ranks: int) -> TorchDistributor:
@@ -85,15 +86,15 @@ def torch_distributor(ranks: int) -> TorchDistributor:
     return TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False)
 
 
-def in_source(function: Any) -> Any:
-    """Return the function, to be pickled by value because its processes cannot import this package.
+def send_by_value() -> None:
+    """Send the functions and networks of these benchmarks to processes like those of a script.
 
-    `TorchDistributor` uses PySpark's copy of cloudpickle, which has its own registry.
+    The processes import only what a function uses: not Spark, and not this package, which
+    `TorchDistributor`'s cannot import. PySpark's copy of cloudpickle has its own registry.
     """
-    for name in ("benchmarks.train_by_hand", "benchmarks.common", "benchmarks.launch"):
-        if name in sys.modules:
-            cloudpickle.register_pickle_by_value(sys.modules[name])
-    return function
+    for name in ("benchmarks.train_by_hand", "benchmarks.common"):
+        for pickler in (cloudpickle, pyspark_cloudpickle):
+            pickler.register_pickle_by_value(sys.modules[name])
 
 
 def train_from_parquet(

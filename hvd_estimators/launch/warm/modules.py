@@ -9,10 +9,12 @@ import sys
 # that is installed. A module that is not installed is skipped.
 _OPENED = ("hvd_estimators.loading.petastorm", "pandas", "fsspec.implementations.local")
 
+_OF_OPTIMIZERS = "torch._dynamo"
+"""What the first optimizer imports, which takes twice as long as torch itself in each rank."""
+
 _WITH_TORCH = (
     *_OPENED,
-    # The first optimizer imports more of torch, which takes another second in each rank.
-    "torch._dynamo",
+    _OF_OPTIMIZERS,
     # Either may reduce gradients.
     "horovod.torch",
     "hvd_estimators.torch.process_group",
@@ -44,6 +46,7 @@ _MODULES = {
     "pytorch_lightning": ("pytorch_lightning",),
     "tensorflow": ("tensorflow",),
     "torch": ("torch",),
+    "torch.optim": ("torch", _OF_OPTIMIZERS),
 }
 """The modules to import if a call contains the name of a module or of one of its submodules.
 
@@ -80,6 +83,8 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             # The driver has imported the one that the user's module belongs to.
             modules -= {package for package in _LIGHTNING if package not in sys.modules}
             modules |= sys.modules.keys() & _CLIENTS
+    if "torch" in modules and "optim" in names:
+        modules.add(_OF_OPTIMIZERS)
     return tuple(sorted(modules))
 
 

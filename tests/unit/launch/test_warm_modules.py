@@ -38,6 +38,20 @@ def test_imports_of_a_function_and_its_nested_functions_are_found() -> None:
     assert of(lambda: 1) == ()
 
 
+def test_a_function_with_an_optimizer_imports_what_optimizers_need() -> None:
+    import torch
+    from torch.optim import SGD
+
+    def of_module() -> Any:
+        import torch
+
+        return torch.optim.SGD
+
+    optimizer = SGD([torch.ones(1)], lr=1)
+    assert of(of_module) == of(lambda: SGD) == of(len, optimizer) == ("torch", "torch._dynamo")
+    assert of(lambda model: model.optim) == ()
+
+
 def test_values_name_the_modules_of_their_classes() -> None:
     import numpy as np
 
