@@ -132,12 +132,14 @@ class Contenders:
         def in_folder(fit: Callable[..., Any]) -> Callable[[int], Any]:
             return lambda seed: fit(frame, given, seed, tempfile.mkdtemp(dir=folder))
 
+        by_value = train_by_hand.sent_by_value()
         self.fits: Mapping[str, Callable[[int], Any]] = {
-            OURS: in_folder(fit_ours),
+            OURS: by_value(in_folder(fit_ours)),
+            # Its ranks need this package, see `benchmarks.common`, and import Spark anyway.
             BASELINE: in_folder(fit_baseline),
-            DISTRIBUTOR: in_folder(fit_distributed),
-            BY_HAND: lambda seed: fit_by_hand(folder, given, seed),
-            WARM: lambda seed: fit_by_hand(folder, given, seed, warm=True),
+            DISTRIBUTOR: by_value(in_folder(fit_distributed)),
+            BY_HAND: by_value(lambda seed: fit_by_hand(folder, given, seed)),
+            WARM: by_value(lambda seed: fit_by_hand(folder, given, seed, warm=True)),
             WRITE: in_folder(write_plain),
         }
 
@@ -187,7 +189,6 @@ def main() -> None:
         __doc__, rows=400_000, repeats=3, epochs=2, num_proc=2, batch_size=256, first=""
     )
     need_baseline()
-    train_by_hand.send_by_value()
     # Other contenders' turns take more than the minute after which warm processes end.
     os.environ[IDLE_VARIABLE] = "600"
     if given.first:

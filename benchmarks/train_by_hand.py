@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import cloudpickle
 import horovod.torch as hvd
 import numpy as np
 import torch
-from pyspark import cloudpickle as pyspark_cloudpickle
+from pyspark import cloudpickle as of_pyspark
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import DataFrame
@@ -86,15 +88,22 @@ def torch_distributor(ranks: int) -> TorchDistributor:
     return TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False)
 
 
-def send_by_value() -> None:
+@contextlib.contextmanager
+def sent_by_value() -> Iterator[None]:
     """Send the functions and networks of these benchmarks to processes like those of a script.
 
     The processes import only what a function uses: not Spark, and not this package, which
     `TorchDistributor`'s cannot import. PySpark's copy of cloudpickle has its own registry.
     """
-    for name in ("benchmarks.train_by_hand", "benchmarks.common"):
-        for pickler in (cloudpickle, pyspark_cloudpickle):
-            pickler.register_pickle_by_value(sys.modules[name])
+    names, picklers = ("benchmarks.train_by_hand", "benchmarks.common"), (cloudpickle, of_pyspark)
+    chosen = [(pickler, sys.modules[name]) for name in names for pickler in picklers]
+    for pickler, module in chosen:
+        pickler.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for pickler, module in chosen:
+            pickler.unregister_pickle_by_value(module)
 
 
 def train_from_parquet(
