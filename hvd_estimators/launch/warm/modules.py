@@ -10,7 +10,7 @@ import sys
 _OPENED = ("hvd_estimators.loading.petastorm", "pandas", "fsspec.implementations.local")
 
 _OF_OPTIMIZERS = "torch._dynamo"
-"""What the first optimizer imports, which takes twice as long as torch itself in each rank."""
+"""Module that torch imports with the first optimizer, and that takes longer than torch itself."""
 
 _WITH_TORCH = (
     *_OPENED,
