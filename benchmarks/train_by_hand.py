@@ -90,7 +90,7 @@ def torch_distributor(ranks: int) -> TorchDistributor:
 
 @contextlib.contextmanager
 def sent_by_value() -> Iterator[None]:
-    """Send the functions and networks of these benchmarks to processes like those of a script.
+    """Send functions and networks of these benchmarks in full, as a script's are sent.
 
     The processes import only what a function uses: not Spark, and not this package, which
     `TorchDistributor`'s cannot import. PySpark's copy of cloudpickle has its own registry.

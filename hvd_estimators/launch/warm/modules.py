@@ -83,6 +83,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             # The driver has imported the one that the user's module belongs to.
             modules -= {package for package in _LIGHTNING if package not in sys.modules}
             modules |= sys.modules.keys() & _CLIENTS
+    # Code that uses ``torch.optim.SGD`` contains the three names separately.
     if "torch" in modules and "optim" in names:
         modules.add(_OF_OPTIMIZERS)
     return tuple(sorted(modules))
